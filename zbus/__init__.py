@@ -1,0 +1,1 @@
+"""zbus: a message bus for single-controller distributed training."""

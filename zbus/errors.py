@@ -1,0 +1,301 @@
+"""Every exception zbus raises, as one tree with stable codes.
+
+Each class carries a ``code`` (ZB01 config, ZB02 discovery and start-up, ZB03 worker, ZB04 call, ZB05 transport and
+registry, ZB06 version and authority, ZB08 trial), the ``exit_code`` a command ends with, facts as attributes, and an
+optional ``hint``: one command or change the reader can make. Text is made in ``__str__``; fields are the truth.
+All are ``Exception`` (never ``KeyboardInterrupt``) and survive ``copy`` and ``pickle``.
+
+::
+
+    ZbusError
+    ├── ConfigError            ZB0101  exit 2   bad option, key, value or name
+    ├── StartupError           ZB0201  exit 3   a start deadline passed; names each missing rank and its phase
+    │   ├── EngineLoadError    ZB0202  exit 2   an engine class cannot be imported or is not an Engine
+    │   └── RankClaimed        ZB0203  exit 2   two workers claim one rank
+    ├── TrialError             ZB0801  exit 8   trial not found, ambiguous, or in use
+    ├── RegistryError          ZB0501  exit 5   the registry cannot be read or written
+    ├── TransportError         ZB0502  exit 5   a socket cannot be made, bound or connected
+    ├── ProtocolMismatch       ZB0601  exit 6   peers speak different protocol versions
+    ├── Fenced                 ZB0602  exit 11  a newer epoch or incarnation holds this place
+    ├── CodecError             ZB0405  exit 1   a value cannot be carried exactly, or bytes are not a valid value
+    └── CallError                               base of everything a call can end in but success
+        ├── RemoteError        ZB0401  exit 1   the engine raised; also an instance of the original builtin class
+        ├── CallTimeout        ZB0402  exit 3   the deadline passed
+        ├── NotExecuted        ZB0403  exit 4   proved: the method did not start
+        ├── OutcomeUnknown     ZB0404  exit 4   the method may have run; evidence attached
+        │   └── WorkerLost     ZB0301  exit 4   the worker died or its lease ran out while it held the call
+        ├── CallCancelled      ZB0406  exit 1   cancelled before start
+        └── Unavailable        ZB0407  exit 4   not every member was ready; nothing was sent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+__all__ = [
+    "BatchError",
+    "CallCancelled",
+    "CallError",
+    "CallTimeout",
+    "CodecError",
+    "ConfigError",
+    "EngineLoadError",
+    "Fenced",
+    "NotExecuted",
+    "OutcomeUnknown",
+    "ProtocolMismatch",
+    "RankClaimed",
+    "RegistryError",
+    "RemoteError",
+    "StartupError",
+    "TransportError",
+    "TrialError",
+    "Unavailable",
+    "WorkerLost",
+    "ZbusError",
+]
+
+
+class ZbusError(Exception):
+    """Base of all zbus errors.
+
+    Args:
+        message: One plain sentence that names the user's thing (role, rank, method, key, file).
+        hint: One change or pasteable command, or None.
+        facts: Aligned facts for the error block, in display order.
+    """
+
+    code: ClassVar[str] = "ZB0000"
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str | None = None, facts: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.facts: dict[str, str] = dict(facts or {})
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.args, self.__dict__.copy()))
+
+
+def _rebuild(cls: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    """Rebuild an error without calling its ``__init__`` (fields are the truth); used by copy and pickle."""
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(ZbusError):
+    """A bad option, key, value or name; ``facts['from']`` says where it came from."""
+
+    code = "ZB0101"
+    exit_code = 2
+
+
+class StartupError(ZbusError):
+    """A start deadline passed or a start step failed; the facts name each culprit and its phase."""
+
+    code = "ZB0201"
+    exit_code = 3
+
+
+class EngineLoadError(StartupError):
+    """An engine class cannot be imported, is missing, or is not a ``zbus.Engine``."""
+
+    code = "ZB0202"
+    exit_code = 2
+
+
+class RankClaimed(StartupError):
+    """Two workers claim one rank; both are named."""
+
+    code = "ZB0203"
+    exit_code = 2
+
+
+class TrialError(ZbusError):
+    """A trial is not found, ambiguous, or in use by a live controller."""
+
+    code = "ZB0801"
+    exit_code = 8
+
+
+class RegistryError(ZbusError):
+    """The registry cannot be read or written; the cause names the file."""
+
+    code = "ZB0501"
+    exit_code = 5
+
+
+class TransportError(ZbusError):
+    """A socket cannot be made, bound or connected."""
+
+    code = "ZB0502"
+    exit_code = 5
+
+
+class ProtocolMismatch(ZbusError):
+    """Two peers speak different protocol versions; both versions are named."""
+
+    code = "ZB0601"
+    exit_code = 6
+
+
+class Fenced(ZbusError):
+    """A newer epoch or incarnation holds this place; this process must stop acting."""
+
+    code = "ZB0602"
+    exit_code = 11
+
+
+class CodecError(ZbusError):
+    """A value cannot be carried exactly, or received bytes are not a valid value; ``path`` says where."""
+
+    code = "ZB0405"
+
+    def __init__(self, message: str, *, path: str = "$", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.path = path
+
+    def __str__(self) -> str:
+        return f"{self.message} - at `{self.path}`"
+
+
+class CallError(ZbusError):
+    """Base of everything a call can end in but success. The fields say whether it ran.
+
+    Attributes:
+        role, rank, host, pid: The worker (None where not known).
+        method: Endpoint name.
+        batch: Number of the batch in its group, or None.
+        attempts: How many times the request was transmitted.
+        outcome: ``APP_ERROR``, ``NOT_EXECUTED``, ``UNKNOWN`` or ``CANCELLED``.
+        reason: Machine-readable cause, such as ``deadline``, ``worker_exit``, ``predecessor``.
+        exit_code_of_worker, signal_of_worker: How the worker ended, when it did.
+        log_tail: Last lines of the worker's log, oldest first.
+        crash_file: Path of the JSON crash report, or None.
+        remote_traceback: Text of the remote traceback, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        role: str | None = None,
+        rank: int | None = None,
+        host: str | None = None,
+        pid: int | None = None,
+        method: str | None = None,
+        batch: int | None = None,
+        attempts: int = 1,
+        outcome: str = "",
+        reason: str = "",
+        exit_code_of_worker: int | None = None,
+        signal_of_worker: int | None = None,
+        log_tail: Sequence[str] = (),
+        crash_file: str | None = None,
+        remote_traceback: str | None = None,
+        hint: str | None = None,
+        facts: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint, facts=facts)
+        self.role = role
+        self.rank = rank
+        self.host = host
+        self.pid = pid
+        self.method = method
+        self.batch = batch
+        self.attempts = attempts
+        self.outcome = outcome
+        self.reason = reason
+        self.exit_code_of_worker = exit_code_of_worker
+        self.signal_of_worker = signal_of_worker
+        self.log_tail = list(log_tail)
+        self.crash_file = crash_file
+        self.remote_traceback = remote_traceback
+
+
+class RemoteError(CallError):
+    """The engine raised. Where the original class is a builtin, the instance is of that class too."""
+
+    code = "ZB0401"
+
+
+class CallTimeout(CallError):
+    """The deadline passed; ``outcome`` says whether the method is known not to have run."""
+
+    code = "ZB0402"
+    exit_code = 3
+
+
+class NotExecuted(CallError):
+    """Proved: the method did not start."""
+
+    code = "ZB0403"
+    exit_code = 4
+
+
+class OutcomeUnknown(CallError):
+    """The method may have run; ``reason`` and the facts carry the evidence."""
+
+    code = "ZB0404"
+    exit_code = 4
+
+
+class WorkerLost(OutcomeUnknown):
+    """The worker died, or its lease ran out, while it held the call."""
+
+    code = "ZB0301"
+    exit_code = 4
+
+
+class CallCancelled(CallError):
+    """Cancelled before start."""
+
+    code = "ZB0406"
+
+
+class Unavailable(CallError):
+    """Not every member was ready, so nothing was sent."""
+
+    code = "ZB0407"
+    exit_code = 4
+
+
+class BatchError(ExceptionGroup[Exception]):
+    """Several ranks of one batch failed. ``except* ValueError`` works.
+
+    Attributes:
+        results: Good results by rank.
+        root: The first failure, the cause of the rest as far as is known.
+        collateral: The other failures.
+    """
+
+    results: dict[int, Any]
+    root: Exception
+    collateral: tuple[Exception, ...]
+
+    def __new__(
+        cls, message: str, errors: Sequence[Exception], results: Mapping[int, Any] | None = None
+    ) -> BatchError:
+        """Build from errors ordered root first."""
+        self = super().__new__(cls, message, errors)
+        self.results = dict(results or {})
+        self.root = errors[0]
+        self.collateral = tuple(errors[1:])
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args[:2])
+
+    def derive(self, excs: Sequence[Exception]) -> BatchError:  # type: ignore[override]  # narrower than the generic
+        """Keep the results when a subgroup is split off (``except*``)."""
+        return BatchError(self.message, excs, self.results)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (BatchError, (self.message, list(self.exceptions), self.results))
