@@ -1,1 +1,47 @@
+"""The driver's side of zbus: launch a trial, call its groups.
 
+::
+
+    from controller import Controller, Role
+
+    with Controller.launch("demo", roles={"actor": Role("engines:Actor", replicas=4)}) as bus:
+        print(bus.group("actor").train(batch))
+
+Names are loaded on first use, so importing this package is cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from controller.controller import Controller as Controller
+    from controller.controller import Role as Role
+    from controller.futures import BatchFuture as BatchFuture
+    from controller.futures import wait_future_ordered as wait_future_ordered
+    from controller.group import Group as Group
+
+_HOMES: Final = {
+    "controller.controller": ("Controller", "Role"),
+    "controller.futures": ("BatchFuture", "wait_future_ordered"),
+    "controller.group": ("Group",),
+}
+_HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [*_HOME_OF]  # noqa: PLE0604  # computed from the one table; a test checks each name against its home
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its home on first use (PEP 562) and keep it."""
+    home = _HOME_OF.get(name)
+    if home is None:
+        msg = f"module 'controller' has no attribute {name!r}"
+        raise AttributeError(msg, name=name, obj=importlib.import_module(__name__))
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})
