@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 __all__ = [
     "PROTOCOL_VERSION",
     "Buffer",
     "Buffers",
+    "CancelRunning",
+    "Chunk",
+    "Effect",
     "Execute",
     "Finish",
     "Header",
@@ -22,6 +24,7 @@ __all__ = [
     "OutcomeKind",
     "SendTo",
     "Status",
+    "StreamCredit",
 ]
 
 PROTOCOL_VERSION: Final = 1
@@ -56,13 +59,16 @@ class Status(enum.IntEnum):
     """The small number that qualifies a message (``Header.status``); meaning depends on the kind."""
 
     NONE = 0
+    # REQ: a failed call makes its successors in the same request NOT_EXECUTED
+    STRICT = 1
     # FAILURE and END: how the call ended
-    OK = 1
-    APP_ERROR = 2
-    CANCELLED = 3
-    EXPIRED = 4
-    PREDECESSOR = 5
-    EVICTED = 6
+    OK = 2
+    APP_ERROR = 3
+    CANCELLED = 4
+    EXPIRED = 5
+    PREDECESSOR = 6
+    EVICTED = 7
+    SHUTDOWN = 8
     # PROGRESS: where the call is
     HELD = 10
     QUEUED = 11
@@ -82,7 +88,7 @@ class Status(enum.IntEnum):
 class Header(NamedTuple):
     """One message header; see ``frames`` for the byte layout.
 
-    ``seq`` is the first of ``count`` consecutive calls. ``floor`` is the lowest seq whose outcome the caller has not
+    ``seq`` is the first of ``calls`` consecutive calls. ``floor`` is the lowest seq whose outcome the caller has not
     taken: below it the callee forgets. ``budget_ms`` is the remaining time of the call (0: none stated).
     ``trace`` is the caller's span id (0: none).
     """
@@ -93,7 +99,7 @@ class Header(NamedTuple):
     incarnation: int
     lane: str
     seq: int = 0
-    count: int = 1
+    calls: int = 1
     attempt: int = 1
     floor: int = 0
     budget_ms: int = 0
@@ -111,8 +117,7 @@ class OutcomeKind(enum.Enum):
     UNKNOWN = "UNKNOWN"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The one outcome of a call.
 
     Attributes:
@@ -131,11 +136,11 @@ class Outcome:
     attempts: int = 1
 
 
-# -- effects: what a pure machine asks its shell to do -------------------------------------------------------------
+# -- effects: what a pure machine asks its shell to do. NamedTuples: immutable, and three times cheaper to make than a
+# frozen dataclass, on a path where a whole call has some 40 us -------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class SendTo:
+class SendTo(NamedTuple):
     """Send a message. ``peer`` is the opaque routing key of the connection (None on a caller's own DEALER)."""
 
     header: Header
@@ -143,32 +148,63 @@ class SendTo:
     peer: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Execute:
-    """Start one queued request now: calls ``seq .. seq+count-1`` in order. Sent once per request, ever.
+class Execute(NamedTuple):
+    """Start one queued request now: calls ``seq .. seq+calls-1`` in order. Emitted once per request, ever.
 
     Attributes:
-        session, lane, seq, count: Which calls.
+        session, lane, seq, calls: Which calls.
         buffers: The request's body and buffers as received.
         deadline_ns: Callee's monotonic deadline, or None.
         trace: Caller's span id.
+        strict: True if a failed call makes its successors in this request NOT_EXECUTED.
+        attempt: Transmission number of the request that was admitted.
+        arrived_ns: When it was admitted (callee's monotonic clock).
     """
 
     session: bytes
     lane: str
     seq: int
-    count: int
+    calls: int
     buffers: Buffers
     deadline_ns: int | None
     trace: int
+    strict: bool
     attempt: int
     arrived_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class CancelRunning(NamedTuple):
+    """The caller no longer wants a request that has started: set its cooperative cancel flag."""
+
+    session: bytes
+    lane: str
+    seq: int
+
+
+class StreamCredit(NamedTuple):
+    """The caller took chunks below ``acked``; the stream may run ``window`` chunks beyond it."""
+
+    session: bytes
+    lane: str
+    seq: int
+    acked: int
+
+
+class Finish(NamedTuple):
     """Deliver an outcome to the user of the caller. Exactly one per call, ever."""
 
     lane: str
     seq: int
     outcome: Outcome
+
+
+class Chunk(NamedTuple):
+    """Deliver one item of a stream, in order, each number once."""
+
+    lane: str
+    seq: int
+    number: int
+    buffers: Buffers
+
+
+Effect = SendTo | Execute | CancelRunning | StreamCredit | Finish | Chunk

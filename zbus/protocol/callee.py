@@ -1,0 +1,509 @@
+"""The callee's side: every session that calls this incarnation, its lanes, and each request from arrival to reply.
+
+Theory of operation
+-------------------
+A request, named by (session, lane, first seq), goes through::
+
+    HELD (a gap before it) --> QUEUED --> RUNNING --> DONE (replies cached) --> forgotten (below the caller's floor)
+
+- Admission is in seq order without holes; at most ``concurrency`` requests of a lane run at once, and they start in
+  seq order (P4). A request is handed out as ``Execute`` once, ever (P2).
+- Whatever arrives about a known request is answered from its state: DONE resends the cached replies, anything else is
+  PROGRESS. Nothing known is ever run again.
+- The reply cache is bounded by the caller's floor and window, never by time.
+- A deadline is remaining milliseconds from arrival; a request that expires in the queue is never started.
+- Only the highest epoch that ever said HELLO may start work. A lower one is NACKed; when a higher one arrives, what
+  the old session had queued ends as cancelled, what runs may end, and nothing of it starts any more (P8).
+  Epoch 0 is a guest: it has its own session and may use only the lanes in ``guest_lanes``.
+
+Pure: one mutator at a time (the shell's lock); time is handed in.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from zbus.protocol.messages import (
+    Buffers,
+    CancelRunning,
+    Effect,
+    Execute,
+    Header,
+    Kind,
+    SendTo,
+    Status,
+    StreamCredit,
+)
+
+__all__ = ["Callee", "RunState"]
+
+_MS: Final = 1_000_000
+_NEVER: Final = 1 << 62
+
+
+class RunState(enum.Enum):
+    """Where a request is on the callee's side."""
+
+    HELD = "held"
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+
+
+_PROGRESS: Final = {RunState.HELD: Status.HELD, RunState.QUEUED: Status.QUEUED, RunState.RUNNING: Status.RUNNING}
+
+
+class _Run:
+    """One request as the callee knows it."""
+
+    __slots__ = (
+        "acked",
+        "arrived_ns",
+        "attempt",
+        "buffers",
+        "calls",
+        "chunks",
+        "deadline_ns",
+        "open_calls",
+        "replies",
+        "seq",
+        "state",
+        "strict",
+        "trace",
+    )
+
+    def __init__(self, header: Header, buffers: Buffers, now: int) -> None:
+        self.seq = header.seq
+        self.calls = header.calls
+        self.buffers = buffers
+        self.deadline_ns = now + header.budget_ms * _MS if header.budget_ms else _NEVER
+        self.attempt = header.attempt
+        self.trace = header.trace
+        self.strict = header.status == Status.STRICT
+        self.arrived_ns = now
+        self.state = RunState.HELD
+        self.open_calls = header.calls
+        self.replies: list[tuple[Header, Buffers]] = []
+        self.chunks: deque[tuple[Header, Buffers]] = deque()  # sent, not yet acknowledged by the caller
+        self.acked = 0
+
+
+class _Lane:
+    """One lane of one session."""
+
+    __slots__ = ("arrival_next", "concurrency", "floor", "name", "peer", "queue", "running", "runs")
+
+    #: every seq below was admitted or skipped; contiguous
+    arrival_next: int
+    #: the caller's floor: runs wholly below it are forgotten once done
+    floor: int
+    #: all runs known, by first seq: HELD, QUEUED, RUNNING, DONE
+    runs: dict[int, _Run]
+    #: QUEUED runs in seq order
+    queue: deque[_Run]
+    #: number of RUNNING runs, at most ``concurrency``
+    running: int
+
+    def __init__(self, name: str, concurrency: int, peer: bytes) -> None:
+        self.name = name
+        self.concurrency = concurrency
+        self.peer = peer
+        self.arrival_next = 0
+        self.floor = 0
+        self.runs = {}
+        self.queue = deque()
+        self.running = 0
+
+
+class _SessionState:
+    """One caller's session."""
+
+    __slots__ = ("epoch", "lanes", "retired")
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.lanes: dict[str, _Lane] = {}
+        self.retired = False  # superseded by a higher epoch, or said BYE: starts nothing any more
+
+
+class Callee:
+    """All sessions of one incarnation. See the module docstring.
+
+    Args:
+        incarnation: This incarnation.
+        lanes: Lane name to concurrency (how many requests of it may run at once; >= 1).
+        window_calls: Arrivals accepted ahead of the next expected seq, per lane.
+        guest_lanes: Lanes that a guest (epoch 0) may use.
+    """
+
+    __slots__ = (
+        "_guest_lanes",
+        "_incarnation",
+        "_lane_spec",
+        "_sessions",
+        "draining",
+        "dropped",
+        "max_epoch",
+        "window",
+    )
+
+    def __init__(
+        self,
+        incarnation: int,
+        lanes: dict[str, int],
+        *,
+        window_calls: int = 1024,
+        guest_lanes: Iterable[str] = ("ctl",),
+    ) -> None:
+        self._incarnation = incarnation
+        self._lane_spec = dict(lanes)
+        self._guest_lanes = frozenset(guest_lanes)
+        self._sessions: dict[bytes, _SessionState] = {}
+        self.window = window_calls
+        self.max_epoch = 0
+        self.draining = False
+        self.dropped: dict[str, int] = {}
+
+    # -- what the shell says -------------------------------------------------------------------------------------
+
+    def open_lane(self, name: str, concurrency: int) -> None:
+        """Declare a lane; callers may use it from now on."""
+        self._lane_spec[name] = concurrency
+        for session in self._sessions.values():
+            lane = session.lanes.get(name)
+            if lane is not None:
+                lane.concurrency = concurrency
+
+    def lane_cursors(self, session: bytes) -> dict[str, int]:
+        """Return, for WELCOME, the next expected seq of each lane this session has used."""
+        state = self._sessions.get(session)
+        return {} if state is None else {name: lane.arrival_next for name, lane in state.lanes.items()}
+
+    def drain(self) -> list[Effect]:
+        """Start nothing more: what is queued ends as SHUTDOWN (not executed), what runs may end."""
+        self.draining = True
+        effects: list[Effect] = []
+        for session_id, session in self._sessions.items():
+            self._flush_queues(session_id, session, Status.SHUTDOWN, effects)
+        return effects
+
+    @property
+    def running(self) -> int:
+        """Number of requests running now, all sessions and lanes."""
+        return sum(lane.running for session in self._sessions.values() for lane in session.lanes.values())
+
+    def finished(
+        self, session_id: bytes, lane_name: str, seq: int, kind: Kind, status: Status, buffers: Buffers, now: int,
+        *, chunks: int = 0,
+    ) -> list[Effect]:  # fmt: skip
+        """Record how one call ended and reply. ``seq`` is the call's own seq, not its request's.
+
+        Args:
+            session_id: Session of the request.
+            lane_name: Its lane.
+            seq: The call.
+            kind: RESULT, FAILURE or END (of a stream).
+            status: How it ended.
+            buffers: Encoded result or exception.
+            now: Monotonic time.
+            chunks: For END, how many chunks the stream had.
+        """
+        effects: list[Effect] = []
+        session = self._sessions.get(session_id)
+        lane = None if session is None else session.lanes.get(lane_name)
+        run = None if lane is None else self._run_of(lane, seq)
+        if session is None or lane is None or run is None or run.state is not RunState.RUNNING:
+            self._drop("finished_unknown")
+            return effects
+        header = self._reply_header(kind, session_id, session, lane, seq, 1, run.attempt, status, floor=chunks)
+        run.replies.append((header, buffers))
+        run.open_calls -= 1
+        effects.append(SendTo(header, buffers, lane.peer))
+        if run.open_calls == 0:
+            run.state = RunState.DONE
+            run.buffers = ()
+            lane.running -= 1
+            if run.seq + run.calls <= lane.floor:
+                del lane.runs[run.seq]
+            if lane.queue:
+                self._start(session_id, session, lane, now, effects)
+        return effects
+
+    def chunk(self, session_id: bytes, lane_name: str, seq: int, number: int, buffers: Buffers) -> list[Effect]:
+        """Send one item of a running stream; it is kept until the caller acknowledges it."""
+        session = self._sessions.get(session_id)
+        lane = None if session is None else session.lanes.get(lane_name)
+        run = None if lane is None else lane.runs.get(seq)
+        if session is None or lane is None or run is None or run.state is not RunState.RUNNING:
+            self._drop("chunk_unknown")
+            return []
+        header = self._reply_header(
+            Kind.CHUNK, session_id, session, lane, seq, 1, run.attempt, Status.NONE, floor=number
+        )
+        run.chunks.append((header, buffers))
+        return [SendTo(header, buffers, lane.peer)]
+
+    def expire(self, now: int) -> list[Effect]:
+        """End queued requests whose deadline has passed. Call from time to time while anything is queued."""
+        effects: list[Effect] = []
+        for session_id, session in self._sessions.items():
+            for lane in session.lanes.values():
+                for run in [run for run in lane.queue if run.deadline_ns <= now]:
+                    lane.queue.remove(run)
+                    self._end_unstarted(session_id, session, lane, run, Status.EXPIRED, effects)
+        return effects
+
+    # -- what the network says -----------------------------------------------------------------------------------
+
+    def hello(self, header: Header, now: int) -> tuple[Status, list[Effect]]:
+        """Admit a session. Returns NONE and effects if welcome, else the NACK status.
+
+        The shell builds the WELCOME (it carries records the core does not know) with ``lane_cursors``.
+        """
+        if header.incarnation not in (0, self._incarnation):
+            return Status.FENCED_INCARNATION, []
+        if header.epoch and header.epoch < self.max_epoch:
+            return Status.FENCED_EPOCH, []
+        effects: list[Effect] = []
+        if header.epoch > self.max_epoch:
+            self.max_epoch = header.epoch
+            for session_id, session in self._sessions.items():
+                if session.epoch and session.epoch < header.epoch and not session.retired:
+                    session.retired = True
+                    self._flush_queues(session_id, session, Status.SHUTDOWN, effects)
+        if header.session not in self._sessions:
+            self._sessions[header.session] = _SessionState(header.epoch)
+        return Status.NONE, effects
+
+    def bye(self, session_id: bytes) -> list[Effect]:
+        """A caller leaves: what it had queued will not start; what runs may end; its cache is freed when idle."""
+        session = self._sessions.get(session_id)
+        effects: list[Effect] = []
+        if session is not None:
+            session.retired = True
+            self._flush_queues(session_id, session, Status.SHUTDOWN, effects)
+            if not any(lane.running for lane in session.lanes.values()):
+                del self._sessions[session_id]
+        return effects
+
+    def receive(self, header: Header, buffers: Buffers, peer: bytes, now: int) -> list[Effect]:
+        """Take one message of a caller (any kind but HELLO, PING and BYE) and answer it."""
+        session = self._sessions.get(header.session)
+        if header.incarnation != self._incarnation:
+            return [self._nack(header, peer, Status.FENCED_INCARNATION)]
+        if header.epoch and header.epoch < self.max_epoch:
+            return [self._nack(header, peer, Status.FENCED_EPOCH)]
+        if session is None:
+            return [self._nack(header, peer, Status.NO_SESSION)]
+        lane = session.lanes.get(header.lane)
+        if lane is None:
+            concurrency = self._lane_spec.get(header.lane)
+            if concurrency is None or (session.epoch == 0 and header.lane not in self._guest_lanes):
+                return [self._nack(header, peer, Status.UNKNOWN_LANE)]
+            lane = session.lanes[header.lane] = _Lane(header.lane, concurrency, peer)
+        lane.peer = peer
+        effects: list[Effect] = []
+        kind = header.kind
+        if header.floor > lane.floor and kind != Kind.ACK:  # an ACK's floor counts chunks of its stream
+            self._advance_floor(lane, header.floor)
+        if kind == Kind.REQ or kind == Kind.SKIP:
+            self._on_request(header, buffers, session, lane, now, effects)
+        elif kind == Kind.PROBE:
+            self._on_probe(header, session, lane, effects)
+        elif kind == Kind.CANCEL:
+            self._on_cancel(header, session, lane, effects)
+        elif kind == Kind.ACK:
+            self._on_ack(header, lane, effects)
+        else:
+            self._drop("kind")
+        return effects
+
+    def validate(self) -> None:
+        """Raise AssertionError when an invariant of this machine is broken; for tests and simulation."""
+        for session in self._sessions.values():
+            for lane in session.lanes.values():
+                states = [run.state for run in lane.runs.values()]
+                assert lane.running == states.count(RunState.RUNNING), lane.name
+                assert lane.running <= lane.concurrency, lane.name
+                assert len(lane.queue) == states.count(RunState.QUEUED), lane.name
+                assert len(lane.runs) <= 2 * self.window + lane.concurrency, lane.name
+                for run in lane.runs.values():
+                    if run.state is RunState.HELD:
+                        assert run.seq > lane.arrival_next, (run.seq, lane.arrival_next)
+                    else:
+                        assert run.seq < lane.arrival_next, (run.seq, lane.arrival_next)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _on_request(
+        self, header: Header, buffers: Buffers, session: _SessionState, lane: _Lane, now: int, effects: list[Effect]
+    ) -> None:
+        seq = header.seq
+        if seq == lane.arrival_next and seq >= lane.floor:
+            if session.retired or self.draining:
+                lane.arrival_next += header.calls
+                self._reply_unstarted(header, lane, Status.SHUTDOWN, effects)
+                return
+            self._admit(header.session, session, lane, _Run(header, buffers, now), effects, header.kind)
+            while lane.arrival_next in lane.runs:
+                held = lane.runs.pop(lane.arrival_next)
+                self._admit(header.session, session, lane, held, effects, Kind.REQ if held.open_calls else Kind.SKIP)
+            if lane.queue and lane.running < lane.concurrency:
+                self._start(header.session, session, lane, now, effects)
+            return
+        known = lane.runs.get(seq)
+        if known is not None:
+            if known.calls != header.calls:
+                effects.append(self._nack(header, lane.peer, Status.MISMATCH))
+            else:
+                self._report(header, session, lane, known, effects)
+        elif seq < lane.floor:
+            self._drop("below_floor")
+        elif seq < lane.arrival_next:
+            self._reply_unstarted(header, lane, Status.EVICTED, effects)
+        elif seq >= lane.arrival_next + self.window:
+            effects.append(self._nack(header, lane.peer, Status.WINDOW))
+        else:
+            run = _Run(header, buffers, now)
+            if header.kind == Kind.SKIP:
+                run.open_calls = 0  # a held place that will not run
+            lane.runs[seq] = run
+            effects.append(self._nack(header, lane.peer, Status.GAP, seq=lane.arrival_next))
+
+    def _admit(
+        self, session_id: bytes, session: _SessionState, lane: _Lane, run: _Run, effects: list[Effect], kind: int
+    ) -> None:
+        lane.arrival_next = run.seq + run.calls
+        lane.runs[run.seq] = run
+        if kind == Kind.SKIP:
+            self._end_unstarted(session_id, session, lane, run, Status.EXPIRED, effects)
+            return
+        run.state = RunState.QUEUED
+        lane.queue.append(run)
+
+    def _start(self, session_id: bytes, session: _SessionState, lane: _Lane, now: int, effects: list[Effect]) -> None:
+        while lane.queue and lane.running < lane.concurrency and not session.retired and not self.draining:
+            run = lane.queue.popleft()
+            if run.deadline_ns <= now:
+                self._end_unstarted(session_id, session, lane, run, Status.EXPIRED, effects)
+                continue
+            run.state = RunState.RUNNING
+            lane.running += 1
+            effects.append(
+                Execute(
+                    session_id, lane.name, run.seq, run.calls, run.buffers,
+                    None if run.deadline_ns == _NEVER else run.deadline_ns,
+                    run.trace, run.strict, run.attempt, run.arrived_ns,
+                )
+            )  # fmt: skip
+            run.buffers = ()
+
+    def _on_probe(self, header: Header, session: _SessionState, lane: _Lane, effects: list[Effect]) -> None:
+        run = lane.runs.get(header.seq)
+        if run is not None:
+            self._report(header, session, lane, run, effects)
+        elif header.seq >= lane.arrival_next:
+            effects.append(self._nack(header, lane.peer, Status.GAP, seq=lane.arrival_next))
+        elif header.seq >= lane.floor:
+            self._reply_unstarted(header, lane, Status.EVICTED, effects)
+
+    def _on_cancel(self, header: Header, session: _SessionState, lane: _Lane, effects: list[Effect]) -> None:
+        run = lane.runs.get(header.seq)
+        if run is None:
+            self._on_probe(header, session, lane, effects)
+        elif run.state is RunState.QUEUED:
+            lane.queue.remove(run)
+            self._end_unstarted(header.session, session, lane, run, Status.CANCELLED, effects)
+        elif run.state is RunState.RUNNING:
+            effects.append(CancelRunning(header.session, lane.name, run.seq))
+            self._report(header, session, lane, run, effects)
+        else:
+            self._report(header, session, lane, run, effects)
+
+    def _on_ack(self, header: Header, lane: _Lane, effects: list[Effect]) -> None:
+        run = lane.runs.get(header.seq)
+        if run is None or header.floor <= run.acked:
+            return
+        run.acked = header.floor
+        while run.chunks and run.chunks[0][0].floor < run.acked:
+            run.chunks.popleft()
+        effects.append(StreamCredit(header.session, lane.name, run.seq, run.acked))
+
+    def _report(self, header: Header, session: _SessionState, lane: _Lane, run: _Run, effects: list[Effect]) -> None:
+        """Say what is known of a run: its cached words again, and where it is if it has not ended."""
+        if run.state is RunState.HELD:
+            effects.append(self._nack(header, lane.peer, Status.GAP, seq=lane.arrival_next))
+            return
+        effects.extend(SendTo(chunk, buffers, lane.peer) for chunk, buffers in run.chunks)
+        effects.extend(SendTo(reply, buffers, lane.peer) for reply, buffers in run.replies)
+        if run.state is not RunState.DONE:
+            effects.append(
+                SendTo(
+                    self._reply_header(
+                        Kind.PROGRESS, header.session, session, lane, run.seq, run.calls, header.attempt,
+                        _PROGRESS[run.state],
+                    ),
+                    (),
+                    lane.peer,
+                )
+            )  # fmt: skip
+
+    def _end_unstarted(
+        self, session_id: bytes, session: _SessionState, lane: _Lane, run: _Run, status: Status, effects: list[Effect]
+    ) -> None:
+        run.state = RunState.DONE
+        run.open_calls = 0
+        run.buffers = ()
+        header = self._reply_header(Kind.FAILURE, session_id, session, lane, run.seq, run.calls, run.attempt, status)
+        run.replies = [(header, ())]
+        effects.append(SendTo(header, (), lane.peer))
+
+    def _flush_queues(self, session_id: bytes, session: _SessionState, status: Status, effects: list[Effect]) -> None:
+        for lane in session.lanes.values():
+            while lane.queue:
+                self._end_unstarted(session_id, session, lane, lane.queue.popleft(), status, effects)
+
+    def _advance_floor(self, lane: _Lane, floor: int) -> None:
+        lane.floor = floor
+        runs = lane.runs
+        while runs:  # admission order is seq order; a run still going only delays the forgetting of those behind it
+            run = next(iter(runs.values()))
+            if run.state is not RunState.DONE or run.seq + run.calls > floor:
+                return
+            del runs[run.seq]
+
+    def _run_of(self, lane: _Lane, seq: int) -> _Run | None:
+        run = lane.runs.get(seq)
+        if run is not None:
+            return run
+        for candidate in lane.runs.values():
+            if candidate.seq <= seq < candidate.seq + candidate.calls:
+                return candidate
+        return None
+
+    def _reply_header(
+        self, kind: Kind, session_id: bytes, session: _SessionState, lane: _Lane, seq: int, calls: int, attempt: int,
+        status: Status, floor: int = 0,
+    ) -> Header:  # fmt: skip
+        return Header(
+            kind, session_id, session.epoch, self._incarnation, lane.name, seq, calls, attempt, floor, 0, status
+        )
+
+    def _reply_unstarted(self, header: Header, lane: _Lane, status: Status, effects: list[Effect]) -> None:
+        reply = header._replace(kind=Kind.FAILURE, status=status, floor=0, trace=0)
+        effects.append(SendTo(reply, (), lane.peer))
+
+    def _nack(self, header: Header, peer: bytes, status: Status, seq: int | None = None) -> SendTo:
+        return SendTo(
+            header._replace(
+                kind=Kind.NACK, status=status, seq=header.seq if seq is None else seq, floor=self.max_epoch, trace=0
+            ),
+            (),
+            peer,
+        )
+
+    def _drop(self, why: str) -> None:
+        self.dropped[why] = self.dropped.get(why, 0) + 1

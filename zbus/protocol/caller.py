@@ -1,0 +1,624 @@
+"""The caller's side of one stream: (session, callee incarnation, lane), from placement to outcome.
+
+Theory of operation
+-------------------
+A *request* is one message that takes ``calls`` consecutive places (seqs) in the lane. It goes through::
+
+    WAITING --send--> SENT --evidence--> RECEIVED --replies--> DONE
+       |                |                   |
+       +--expired/cancelled: its place is given up by a SKIP, so that the sequence has no hole
+                        +--expired: CANCEL asks; the answer, or the end of the grace, decides the outcome
+
+Rules, each with its promise in ``docs/explanation/delivery.md``:
+
+- A payload is transmitted again only after a reconnect, or when the callee says it has not seen it (NACK gap). Silence
+  is answered by a PROBE, which costs a header (P2: retransmission is never re-execution; the callee deduplicates).
+- Every call gets exactly one ``Finish`` (P1). A late answer to a call that has its outcome only frees its place.
+- Requests leave in seq order, at most ``window_calls`` places and ``window_bytes`` bytes ahead of the floor (P7).
+- ``NOT_EXECUTED`` is said only when proved: never transmitted, refused, skipped, or cancelled before start.
+
+Pure: the shell hands in the time and executes the returned effects. One mutator at a time (the shell's lock).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from typing import Final
+
+from zbus.protocol.messages import Buffers, Chunk, Effect, Finish, Header, Kind, Outcome, OutcomeKind, SendTo, Status
+
+__all__ = ["CallerLane", "RequestState", "Timing"]
+
+_NEVER: Final = 1 << 62
+_MS: Final = 1_000_000
+
+
+class Timing:
+    """When silence is asked about. All in nanoseconds.
+
+    Attributes:
+        probe_first: Silence after a transmission before the first PROBE.
+        probe_received: Silence after the callee said it has the request (it may run for hours).
+        probe_max: Ceiling of the exponential back-off.
+        cancel_grace: How long an expired call waits for the callee's word on whether it started.
+    """
+
+    __slots__ = ("cancel_grace", "probe_first", "probe_max", "probe_received")
+
+    def __init__(
+        self,
+        *,
+        probe_first: int = 1_000 * _MS,
+        probe_received: int = 5_000 * _MS,
+        probe_max: int = 30_000 * _MS,
+        cancel_grace: int = 1_000 * _MS,
+    ) -> None:
+        self.probe_first = probe_first
+        self.probe_received = probe_received
+        self.probe_max = probe_max
+        self.cancel_grace = cancel_grace
+
+
+class RequestState(enum.Enum):
+    """Where a request is, as far as the caller knows."""
+
+    WAITING = "waiting for credit or connection"
+    SENT = "sent, not confirmed"
+    RECEIVED = "arrived"
+    DONE = "done"
+
+
+class _Request:
+    """One message's worth of calls, and what is known of it."""
+
+    __slots__ = (
+        "attempts",
+        "buffers",
+        "calls",
+        "cancelled",
+        "deadline_ns",
+        "expected_chunk",
+        "finished",
+        "give_up_ns",
+        "nbytes",
+        "open_calls",
+        "probe_gap",
+        "probe_ns",
+        "remote",
+        "remote_since_ns",
+        "replied",
+        "seq",
+        "skip",
+        "state",
+        "strict",
+        "trace",
+    )
+
+    def __init__(
+        self, seq: int, calls: int, buffers: Buffers, nbytes: int, deadline_ns: int, trace: int, *, strict: bool
+    ) -> None:
+        self.seq = seq
+        self.calls = calls
+        self.buffers = buffers
+        self.nbytes = nbytes
+        self.deadline_ns = deadline_ns
+        self.trace = trace
+        self.strict = strict
+        self.state = RequestState.WAITING
+        self.attempts = 0
+        self.skip = False  # its outcome is given; its place goes out as SKIP
+        self.cancelled = False  # the user (not the deadline) asked
+        self.give_up_ns = _NEVER  # end of the grace after an expired deadline
+        self.probe_ns = _NEVER
+        self.probe_gap = 0
+        self.remote = 0  # last Status word of the callee about it: HELD, QUEUED, RUNNING
+        self.remote_since_ns = 0
+        self.open_calls = calls  # calls without a Finish
+        self.finished: set[int] | None = None  # seqs that have their Finish, for calls > 1
+        self.replied = 0  # calls whose final word from the callee has come
+        self.expected_chunk = 0
+
+
+class CallerLane:
+    """The caller's machine for one lane. See the module docstring."""
+
+    __slots__ = (
+        "_bytes_out",
+        "_epoch",
+        "_floor",
+        "_incarnation",
+        "_next_due",
+        "_next_seq",
+        "_order",
+        "_requests",
+        "_session",
+        "_waiting",
+        "connected",
+        "dead",
+        "lane",
+        "probes",
+        "retransmissions",
+        "timing",
+        "window_bytes",
+        "window_calls",
+    )
+
+    #: seq of the next call to be placed; all smaller seqs were placed exactly once
+    _next_seq: int
+    #: lowest seq whose request is not DONE; rises only
+    _floor: int
+    #: every request not DONE, by first seq, also in ``_order`` (by seq) and, until sent, in ``_waiting``
+    _requests: dict[int, _Request]
+
+    def __init__(
+        self,
+        session: bytes,
+        epoch: int,
+        incarnation: int,
+        lane: str,
+        *,
+        window_calls: int = 1024,
+        window_bytes: int = 1 << 30,
+        timing: Timing | None = None,
+    ) -> None:
+        self._session = session
+        self._epoch = epoch
+        self._incarnation = incarnation
+        self.lane = lane
+        self.window_calls = window_calls
+        self.window_bytes = window_bytes
+        self.timing = timing or Timing()
+        self.connected = False
+        self.dead: tuple[str, str] | None = None
+        self._next_seq = 0
+        self._floor = 0
+        self._requests = {}
+        self._order: deque[_Request] = deque()
+        self._waiting: deque[_Request] = deque()
+        self._bytes_out = 0
+        self._next_due = _NEVER
+        self.retransmissions = 0
+        self.probes = 0
+
+    # -- what the user asks --------------------------------------------------------------------------------------
+
+    @property
+    def next_seq(self) -> int:
+        """Seq that the next placed call will take."""
+        return self._next_seq
+
+    @property
+    def outstanding(self) -> int:
+        """Number of requests not yet done."""
+        return len(self._requests)
+
+    def place(
+        self, buffers: Buffers, calls: int, nbytes: int, deadline_ns: int | None, now: int, *,
+        trace: int = 0, strict: bool = False,
+    ) -> tuple[int, list[Effect]]:  # fmt: skip
+        """Take the next ``calls`` places and send when credit allows.
+
+        Args:
+            buffers: The request's frames.
+            calls: Number of calls in it (>= 1).
+            nbytes: Size of the frames in bytes.
+            deadline_ns: Absolute deadline on the caller's monotonic clock, or None.
+            now: Current monotonic time in nanoseconds.
+            trace: Caller's span id.
+            strict: A failed call makes its successors in this request NOT_EXECUTED.
+
+        Returns:
+            (first seq, effects).
+        """
+        seq = self._next_seq
+        self._next_seq = seq + calls
+        request = _Request(
+            seq, calls, buffers, nbytes, _NEVER if deadline_ns is None else deadline_ns, trace, strict=strict
+        )
+        self._requests[seq] = request
+        self._order.append(request)
+        effects: list[Effect] = []
+        if self.dead is not None:
+            self._finish_all(request, Outcome(OutcomeKind.NOT_EXECUTED, None, *self.dead, 0), effects)
+            self._retire(request)
+            return seq, effects
+        if request.deadline_ns < self._next_due:
+            self._next_due = request.deadline_ns
+        if self.connected and not self._waiting and self._has_credit(request):
+            self._transmit(request, now, effects)
+        else:
+            self._waiting.append(request)
+        return seq, effects
+
+    def cancel(self, seq: int, now: int) -> list[Effect]:
+        """Ask that the request starting at ``seq`` should not run; it still gets exactly one outcome."""
+        effects: list[Effect] = []
+        request = self._requests.get(seq)
+        if request is None or request.skip or request.cancelled:
+            return effects
+        request.cancelled = True
+        if request.state is RequestState.WAITING and request.attempts == 0:
+            self._give_up_place(
+                request, Outcome(OutcomeKind.CANCELLED, None, "cancelled", "cancelled before it was sent", 0), effects
+            )
+            self._pump(now, effects)
+        elif self.connected:
+            effects.append(SendTo(self._header(Kind.CANCEL, request)))
+        return effects
+
+    def consumed(self, seq: int, upto: int) -> list[Effect]:
+        """Tell the callee that the user took all chunks below ``upto`` (credit of a stream)."""
+        request = self._requests.get(seq)
+        if request is None or not self.connected:
+            return []
+        return [SendTo(self._header(Kind.ACK, request)._replace(floor=upto))]
+
+    # -- what the network says -----------------------------------------------------------------------------------
+
+    def on_connected(self, callee_next: int, now: int) -> list[Effect]:
+        """A handshake succeeded; the callee has seen every seq below ``callee_next``.
+
+        Whatever it has not seen is sent again in order; whatever it has is asked about.
+        """
+        effects: list[Effect] = []
+        if self.dead is not None:
+            return effects
+        self.connected = True
+        for request in self._order:
+            if request.state is RequestState.WAITING or request.state is RequestState.DONE:
+                continue
+            if request.seq >= callee_next:
+                if request.open_calls and (request.cancelled or request.give_up_ns != _NEVER):
+                    self._settle_unseen(request, effects)
+                self._transmit(request, now, effects)
+            elif request.open_calls and (request.cancelled or request.give_up_ns != _NEVER):
+                effects.append(SendTo(self._header(Kind.CANCEL, request)))
+            else:
+                self._probe(request, now, effects)
+        self._pump(now, effects)
+        return effects
+
+    def on_disconnected(self) -> None:
+        """The connection is gone: what is in flight may be lost or may arrive; nothing is sent until the next one."""
+        self.connected = False
+
+    def on_dead(self, reason: str, evidence: str) -> list[Effect]:
+        """The callee's incarnation is over: settle every call and refuse new ones."""
+        effects: list[Effect] = []
+        if self.dead is not None:
+            return effects
+        self.dead = (reason, evidence)
+        self.connected = False
+        for request in list(self._order):
+            if request.attempts == 0:
+                outcome = Outcome(OutcomeKind.NOT_EXECUTED, None, reason, evidence, 0)
+            else:
+                outcome = Outcome(
+                    OutcomeKind.UNKNOWN, None, reason, f"{evidence}; the call was {self._whereabouts(request)}",
+                    request.attempts,
+                )  # fmt: skip
+            self._finish_all(request, outcome, effects)
+            self._retire(request)
+        self._waiting.clear()
+        return effects
+
+    def receive(self, header: Header, buffers: Buffers, now: int) -> list[Effect]:
+        """Take one message of the callee about this lane."""
+        effects: list[Effect] = []
+        kind = header.kind
+        if kind == Kind.RESULT:
+            self._on_reply(header, OutcomeKind.OK, buffers, "", now, effects)
+        elif kind == Kind.FAILURE:
+            self._on_failure(header, buffers, now, effects)
+        elif kind == Kind.PROGRESS:
+            self._on_progress(header, now, effects)
+        elif kind == Kind.NACK:
+            self._on_nack(header, now, effects)
+        elif kind == Kind.CHUNK:
+            self._on_chunk(header, buffers, now, effects)
+        elif kind == Kind.END:
+            self._on_end(header, buffers, now, effects)
+        return effects
+
+    def on_timer(self, now: int) -> list[Effect]:
+        """Look at deadlines and silences that are due. Cheap when nothing is."""
+        effects: list[Effect] = []
+        if now < self._next_due:
+            return effects
+        for request in list(self._order):
+            if request.state is RequestState.DONE:
+                continue
+            if request.deadline_ns <= now and request.open_calls:
+                self._expire(request, now, effects)
+            if request.give_up_ns <= now and request.open_calls:
+                request.give_up_ns = _NEVER
+                self._finish_all(
+                    request,
+                    Outcome(
+                        OutcomeKind.UNKNOWN, None, "deadline", f"no word from the worker; {self._whereabouts(request)}",
+                        request.attempts,
+                    ),
+                    effects,
+                )  # fmt: skip
+            if request.probe_ns <= now and self.connected:
+                self._probe(request, now, effects)
+        self._pump(now, effects)
+        self._next_due = self._earliest()
+        return effects
+
+    def next_timer(self) -> int:
+        """Return the monotonic time of the next needed ``on_timer``; a far future when none is."""
+        return self._next_due
+
+    def whereabouts(self, seq: int) -> str:
+        """Say in words where the request is that holds ``seq``, as far as is known here."""
+        for request in self._order:
+            if request.seq <= seq < request.seq + request.calls:
+                return self._whereabouts(request)
+        return "answered" if seq < self._next_seq else "not placed"
+
+    def validate(self) -> None:
+        """Raise AssertionError when an invariant of this machine is broken; for tests and simulation."""
+        seqs = [request.seq for request in self._order]
+        assert seqs == sorted(seqs), seqs
+        assert set(seqs) == set(self._requests), (seqs, sorted(self._requests))
+        assert not seqs or self._floor <= seqs[0], (self._floor, seqs)
+        assert self._floor <= self._next_seq, (self._floor, self._next_seq)
+        waiting = [request.seq for request in self._waiting]
+        assert waiting == [r.seq for r in self._order if r.state is RequestState.WAITING], waiting
+        out = [r for r in self._order if r.state in (RequestState.SENT, RequestState.RECEIVED)]
+        assert all(r.seq < self._floor + self.window_calls for r in out), (self._floor, [r.seq for r in out])
+        assert self._bytes_out == sum(r.nbytes for r in out), self._bytes_out
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _header(self, kind: Kind, request: _Request, budget_ms: int = 0, status: int = 0) -> Header:
+        return Header(
+            kind, self._session, self._epoch, self._incarnation, self.lane, request.seq, request.calls,
+            request.attempts, self._floor, budget_ms, status, request.trace,
+        )  # fmt: skip
+
+    def _has_credit(self, request: _Request) -> bool:
+        if request.seq >= self._floor + self.window_calls:
+            return False
+        # a single request larger than the whole byte window may travel alone; else it could never go
+        return self._bytes_out == 0 or self._bytes_out + request.nbytes <= self.window_bytes
+
+    def _transmit(self, request: _Request, now: int, effects: list[Effect]) -> None:
+        if request.attempts:
+            self.retransmissions += 1
+        request.attempts += 1
+        if request.state is RequestState.WAITING:
+            self._bytes_out += request.nbytes
+        request.state = RequestState.SENT
+        request.remote = 0
+        request.probe_gap = self.timing.probe_first
+        self._set_probe(request, now + request.probe_gap)
+        if request.skip:
+            effects.append(SendTo(self._header(Kind.SKIP, request)))
+            return
+        if request.deadline_ns == _NEVER:
+            budget = 0
+        else:
+            budget = max(1, (request.deadline_ns - now) // _MS)
+        effects.append(
+            SendTo(self._header(Kind.REQ, request, budget, Status.STRICT if request.strict else 0), request.buffers)
+        )
+
+    def _pump(self, now: int, effects: list[Effect]) -> None:
+        waiting = self._waiting
+        while waiting and self.connected and self._has_credit(waiting[0]):
+            self._transmit(waiting.popleft(), now, effects)
+
+    def _probe(self, request: _Request, now: int, effects: list[Effect]) -> None:
+        self.probes += 1
+        effects.append(SendTo(self._header(Kind.PROBE, request)))
+        request.probe_gap = min(max(request.probe_gap, self.timing.probe_first) * 2, self.timing.probe_max)
+        self._set_probe(request, now + request.probe_gap)
+
+    def _set_probe(self, request: _Request, due: int) -> None:
+        request.probe_ns = due
+        if due < self._next_due:
+            self._next_due = due
+
+    def _find(self, seq: int) -> _Request | None:
+        request = self._requests.get(seq)
+        if request is not None:
+            return request
+        for candidate in self._order:  # inside a batch, or unknown; short: bounded by the window
+            if candidate.seq <= seq < candidate.seq + candidate.calls:
+                return candidate
+            if candidate.seq > seq:
+                break
+        return None
+
+    def _on_reply(
+        self, header: Header, kind: OutcomeKind, payload: Buffers, reason: str, now: int, effects: list[Effect]
+    ) -> None:
+        seq = header.seq
+        request = self._find(seq)
+        if request is None or request.attempts == 0:
+            return  # late, doubled, or foreign: its call has its outcome
+        if request.calls == 1:
+            if request.open_calls:
+                request.open_calls = 0
+                effects.append(Finish(self.lane, seq, Outcome(kind, payload, reason, "", request.attempts)))
+            self._retire(request)
+        elif header.calls == request.calls:  # one word about the whole request: it never started
+            self._finish_all(request, Outcome(kind, payload, reason, "", request.attempts), effects)
+            self._retire(request)
+        else:
+            finished = request.finished
+            if finished is None:
+                finished = request.finished = set()
+            if seq not in finished:
+                finished.add(seq)
+                request.replied += 1
+                if request.open_calls:
+                    request.open_calls -= 1
+                    effects.append(Finish(self.lane, seq, Outcome(kind, payload, reason, "", request.attempts)))
+            if request.replied == request.calls:
+                self._retire(request)
+            else:
+                request.state = RequestState.RECEIVED
+                request.probe_gap = self.timing.probe_received
+                self._set_probe(request, now + request.probe_gap)
+        if self._waiting:
+            self._pump(now, effects)
+
+    _FAILURES: Final[dict[int, tuple[OutcomeKind, str]]] = {
+        Status.APP_ERROR: (OutcomeKind.APP_ERROR, ""),
+        Status.CANCELLED: (OutcomeKind.CANCELLED, "cancelled"),
+        Status.EXPIRED: (OutcomeKind.NOT_EXECUTED, "deadline"),
+        Status.PREDECESSOR: (OutcomeKind.NOT_EXECUTED, "predecessor"),
+        Status.EVICTED: (OutcomeKind.UNKNOWN, "evicted"),
+        Status.SHUTDOWN: (OutcomeKind.NOT_EXECUTED, "shutdown"),
+    }
+
+    def _on_failure(self, header: Header, buffers: Buffers, now: int, effects: list[Effect]) -> None:
+        kind, reason = self._FAILURES.get(header.status, (OutcomeKind.UNKNOWN, "protocol"))
+        if kind is OutcomeKind.CANCELLED:
+            request = self._find(header.seq)
+            if request is not None and not request.cancelled:  # our own CANCEL after the deadline: proved not started
+                kind, reason = OutcomeKind.NOT_EXECUTED, "deadline"
+        self._on_reply(header, kind, buffers, reason, now, effects)
+
+    def _on_progress(self, header: Header, now: int, effects: list[Effect]) -> None:
+        request = self._find(header.seq)
+        if request is None or request.state is RequestState.WAITING:
+            return
+        request.state = RequestState.RECEIVED
+        if request.remote != header.status:
+            request.remote = header.status
+            request.remote_since_ns = now
+        request.probe_gap = self.timing.probe_received
+        self._set_probe(request, now + request.probe_gap)
+        if request.give_up_ns != _NEVER and header.status == Status.RUNNING and request.open_calls:
+            request.give_up_ns = _NEVER
+            self._finish_all(
+                request,
+                Outcome(OutcomeKind.UNKNOWN, None, "deadline", "started, still running at its deadline",
+                        request.attempts),
+                effects,
+            )  # fmt: skip
+
+    def _on_nack(self, header: Header, now: int, effects: list[Effect]) -> None:
+        if header.status == Status.GAP:
+            for request in self._order:
+                if request.seq < header.seq or request.state not in (RequestState.SENT, RequestState.RECEIVED):
+                    continue
+                if request.open_calls and (request.cancelled or request.give_up_ns != _NEVER):
+                    self._settle_unseen(request, effects)
+                self._transmit(request, now, effects)
+        elif header.status == Status.WINDOW:
+            self._retry_later(header.seq, now)
+        elif header.status in (Status.UNKNOWN_LANE, Status.MISMATCH):
+            self._on_reply(header, OutcomeKind.NOT_EXECUTED, (), "protocol", now, effects)
+
+    def _settle_unseen(self, request: _Request, effects: list[Effect]) -> None:
+        """Settle a request that nobody wants any more and that is proved never to have arrived."""
+        if request.cancelled:
+            kind, reason = OutcomeKind.CANCELLED, "cancelled"
+        else:
+            kind, reason = OutcomeKind.NOT_EXECUTED, "deadline"
+        request.give_up_ns = _NEVER
+        self._finish_all(request, Outcome(kind, None, reason, "it never reached the worker", request.attempts), effects)
+        request.skip = True
+        request.buffers = ()
+
+    def _retry_later(self, seq: int, now: int) -> None:
+        request = self._find(seq)
+        if request is not None:
+            self._set_probe(request, now + self.timing.probe_first)
+
+    def _on_chunk(self, header: Header, buffers: Buffers, now: int, effects: list[Effect]) -> None:
+        request = self._find(header.seq)
+        if request is None:
+            return
+        request.state = RequestState.RECEIVED
+        if header.floor == request.expected_chunk:
+            request.expected_chunk += 1
+            if request.open_calls:
+                effects.append(Chunk(self.lane, header.seq, header.floor, buffers))
+        elif header.floor > request.expected_chunk:
+            self._probe(request, now, effects)
+            return
+        request.probe_gap = self.timing.probe_received
+        self._set_probe(request, now + request.probe_gap)
+
+    def _on_end(self, header: Header, buffers: Buffers, now: int, effects: list[Effect]) -> None:
+        request = self._find(header.seq)
+        if request is None:
+            return
+        if header.floor != request.expected_chunk and request.open_calls:
+            self._probe(request, now, effects)  # items are missing: ask for them before the end counts
+            return
+        if header.status == Status.OK:
+            self._on_reply(header, OutcomeKind.OK, buffers, "", now, effects)
+        else:
+            self._on_failure(header, buffers, now, effects)
+
+    def _expire(self, request: _Request, now: int, effects: list[Effect]) -> None:
+        request.deadline_ns = _NEVER
+        if request.attempts == 0:
+            self._give_up_place(
+                request,
+                Outcome(OutcomeKind.NOT_EXECUTED, None, "deadline", "expired before it was sent", 0),
+                effects,
+            )
+            return
+        request.give_up_ns = now + self.timing.cancel_grace
+        if request.give_up_ns < self._next_due:
+            self._next_due = request.give_up_ns
+        if self.connected:
+            effects.append(SendTo(self._header(Kind.CANCEL, request)))
+
+    def _give_up_place(self, request: _Request, outcome: Outcome, effects: list[Effect]) -> None:
+        """Settle a request that was never transmitted; its place still goes out, as SKIP."""
+        self._finish_all(request, outcome, effects)
+        request.skip = True
+        request.buffers = ()
+        request.nbytes = 0
+        request.deadline_ns = _NEVER
+
+    def _finish_all(self, request: _Request, outcome: Outcome, effects: list[Effect]) -> None:
+        if not request.open_calls:
+            return
+        finished = request.finished or ()
+        request.open_calls = 0
+        effects.extend(
+            Finish(self.lane, seq, outcome)
+            for seq in range(request.seq, request.seq + request.calls)
+            if seq not in finished
+        )
+
+    def _retire(self, request: _Request) -> None:
+        if request.state in (RequestState.SENT, RequestState.RECEIVED):
+            self._bytes_out -= request.nbytes
+        request.state = RequestState.DONE
+        request.buffers = ()
+        del self._requests[request.seq]
+        order = self._order
+        if order[0] is request:
+            order.popleft()
+        else:
+            order.remove(request)
+        self._floor = order[0].seq if order else self._next_seq
+
+    def _earliest(self) -> int:
+        due = _NEVER
+        for request in self._order:
+            due = min(due, request.deadline_ns, request.give_up_ns)
+            if self.connected and request.probe_ns < due:
+                due = request.probe_ns
+        return due
+
+    def _whereabouts(self, request: _Request) -> str:
+        if request.remote == Status.RUNNING:
+            return "running"
+        if request.remote in (Status.QUEUED, Status.HELD):
+            return "arrived, not started"
+        if request.attempts == 0:
+            return "not sent"
+        return "sent, not confirmed" if request.state is RequestState.SENT else "arrived"

@@ -1,0 +1,149 @@
+"""The byte layout of a message: ``[header][body][buffer 0]…[buffer n]``.
+
+The header is one msgpack array; every message of every kind has all fields:
+
+=====  ============  ==============================================================================================
+index  field         meaning
+=====  ============  ==============================================================================================
+0      version       protocol version, 1
+1      kind          ``messages.Kind``
+2      session       16 bytes: the caller's session
+3      epoch         controller epoch, 0 for a guest
+4      incarnation   uint64: the callee's incarnation (0 in HELLO: not known)
+5      lane          lane name, at most 64 characters
+6      seq           first seq of the message
+7      calls         number of consecutive seqs
+8      attempt       transmission number, from 1
+9      floor         lowest seq whose outcome the caller has not taken (CHUNK: its number; END: number of chunks)
+10     budget_ms     remaining time, 0 = none stated
+11     status        ``messages.Status``
+12     trace         caller's span id, 0 = none
+13     frames        number of frames that follow
+14     bytes         their total size
+=====  ============  ==============================================================================================
+
+``frames`` and ``bytes`` make a torn or glued message detectable: a message whose frames disagree with its header is
+refused as a whole. Nothing here allocates more than the received frames already hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgpack
+
+from zbus.protocol.messages import PROTOCOL_VERSION, Buffers, Header, Kind
+
+__all__ = ["MAX_HEADER_BYTES", "FrameError", "VersionMismatch", "decode", "decode_header", "encode"]
+
+MAX_HEADER_BYTES: Final = 512
+"""A valid header is about 60 to 200 bytes; anything longer is not ours."""
+
+_FIELDS: Final = 15
+_MAX_LANE: Final = 64
+_SESSION_BYTES: Final = 16
+_INT_FIELDS: Final = (3, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14)
+_KINDS: Final = frozenset(int(kind) for kind in Kind)
+
+_pack = msgpack.Packer(autoreset=True).pack
+
+
+class FrameError(Exception):
+    """Received frames are not a message of this protocol; ``reason`` is one of a few fixed words for counters."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+class VersionMismatch(FrameError):
+    """The peer speaks another protocol version."""
+
+    def __init__(self, theirs: int) -> None:
+        super().__init__("version", f"peer speaks protocol {theirs}, this process {PROTOCOL_VERSION}")
+        self.theirs = theirs
+
+
+def encode(header: Header, buffers: Buffers = ()) -> list[Any]:
+    """Return the frames of a message. Every buffer must be contiguous.
+
+    Args:
+        header: The header.
+        buffers: Body and buffers that follow it.
+    """
+    if not buffers:
+        return [_pack((PROTOCOL_VERSION, *header, 0, 0))]
+    total = 0
+    for buffer in buffers:
+        total += buffer.nbytes if type(buffer) is memoryview else len(buffer)
+    return [_pack((PROTOCOL_VERSION, *header, len(buffers), total)), *buffers]
+
+
+def decode_header(frame: Any) -> tuple[Header, int, int]:
+    """Return (header, number of frames that follow, their bytes).
+
+    Raises:
+        VersionMismatch: A well-formed header of another version.
+        FrameError: Anything else that is not a header.
+    """
+    if len(frame) > MAX_HEADER_BYTES:
+        reason = "header_too_long"
+        raise FrameError(reason, f"{len(frame)} bytes")
+    try:
+        fields = msgpack.unpackb(frame, use_list=False)
+    except Exception as error:  # msgpack raises many kinds (ValueError, TypeError, StackError, UnicodeError …)
+        reason = "header_not_msgpack"
+        raise FrameError(reason, type(error).__name__) from None
+    if type(fields) is not tuple or not fields or type(fields[0]) is not int:
+        reason = "header_not_array"
+        raise FrameError(reason)
+    if fields[0] != PROTOCOL_VERSION:
+        raise VersionMismatch(fields[0])
+    if len(fields) != _FIELDS:
+        reason = "header_fields"
+        raise FrameError(reason, f"{len(fields)} fields")
+    _, kind, session, epoch, incarnation, lane, seq, count, attempt, floor, budget, status, trace, frames, size = fields
+    for index in _INT_FIELDS:
+        value = fields[index]
+        if type(value) is not int or value < 0:
+            reason = "header_type"
+            raise FrameError(reason, f"field {index}")
+    if kind not in _KINDS:
+        reason = "kind"
+        raise FrameError(reason, str(kind)[:32])
+    if type(session) is not bytes or len(session) != _SESSION_BYTES:
+        reason = "header_type"
+        raise FrameError(reason, "session")
+    if type(lane) is not str or len(lane) > _MAX_LANE:
+        reason = "header_type"
+        raise FrameError(reason, "lane")
+    return (
+        Header(kind, session, epoch, incarnation, lane, seq, count, attempt, floor, budget, status, trace),
+        frames,
+        size,
+    )
+
+
+def decode(frames: Sequence[Any]) -> tuple[Header, Sequence[Any]]:
+    """Return (header, buffers) of a received multipart message.
+
+    Raises:
+        VersionMismatch: Another protocol version.
+        FrameError: Not a message, or torn or glued: the frames disagree with the header.
+    """
+    if not frames:
+        reason = "empty"
+        raise FrameError(reason)
+    header, n_frames, size = decode_header(frames[0])
+    buffers = frames[1:]
+    if len(buffers) != n_frames:
+        reason = "frame_count"
+        raise FrameError(reason, f"{len(buffers)} frames follow, header says {n_frames}")
+    total = 0
+    for buffer in buffers:
+        total += len(buffer)
+    if total != size:
+        reason = "frame_bytes"
+        raise FrameError(reason, f"{total} bytes follow, header says {size}")
+    return header, buffers
