@@ -1,0 +1,181 @@
+"""What a config may say: the one place where each key, its type and its default stand.
+
+Durations are seconds and sizes are bytes once loaded; in files and overrides they may be text (``30s``, ``64MiB``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+__all__ = [
+    "DURATION",
+    "SIZE",
+    "Config",
+    "Duration",
+    "LogConfig",
+    "RoleConfig",
+    "RpcConfig",
+    "SchedulerConfig",
+    "Size",
+    "TraceConfig",
+]
+
+DURATION: Final = "duration"
+SIZE: Final = "size"
+
+Duration = Annotated[float, Meta(ge=0, extra={"unit": DURATION})]
+"""Seconds."""
+Size = Annotated[int, Meta(ge=0, extra={"unit": SIZE})]
+"""Bytes."""
+
+Count = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
+Level = Literal["off", "rpc", "full"]
+
+
+class RoleConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """One role: what its ranks run and what they need.
+
+    Attributes:
+        engine: ``module:Class``, or ``file.py:Class`` relative to the config file.
+        replicas: World size; the product of ``mesh`` or 1 where not given.
+        args, kwargs: Arguments of the engine class.
+        mesh: Axis name to size, in row-major order; their product is the world size.
+        gpus: GPUs per rank.
+        cpus: CPU cores per rank (sets thread defaults).
+        mem: Memory per rank in bytes; 0 for no limit.
+        env: Environment of the ranks, on top of the caller's.
+        preload: Modules a template process imports before it forks ranks.
+        ports: Extra ports per rank, bound and held by the agent.
+        restart: What restarts after a rank died: nothing, that rank, or all ranks.
+        max_restarts, restart_window: At most so many restarts within so many seconds.
+        cwd: Working directory of the ranks; the caller's where not given.
+        sys_path: Directories put first on the ranks' import path.
+        orphans: What ranks do without a controller: exit, or wait for the next one.
+    """
+
+    engine: str
+    replicas: Positive | None = None
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    mesh: dict[str, Positive] = {}
+    gpus: Annotated[float, Meta(ge=0)] = 0
+    cpus: Annotated[float, Meta(ge=0)] = 0
+    mem: Size = 0
+    env: dict[str, str] = {}
+    preload: list[str] = []
+    ports: Count = 0
+    restart: Literal["never", "one", "all"] = "never"
+    max_restarts: Count = 3
+    restart_window: Duration = 300.0
+    cwd: str | None = None
+    sys_path: list[str] = []
+    orphans: Literal["exit", "wait"] = "exit"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        if self.replicas is not None:
+            return self.replicas
+        size = 1
+        for axis in self.mesh.values():
+            size *= axis
+        return size
+
+
+class SchedulerConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """Where ranks run.
+
+    Attributes:
+        type: ``inline`` (in this process, for pdb), ``local`` (processes here), ``external`` (agents started by hand).
+        startup_timeout: Seconds from launch until every rank must be ready.
+        stop_grace: Seconds ranks have to end in order before they are killed.
+        gpus: GPU indices this run may use; all visible ones where not given.
+        transport: ``ipc`` or ``tcp`` on one host.
+        bind: Host or address that tcp sockets bind.
+    """
+
+    type: Literal["inline", "local", "external"] = "local"
+    startup_timeout: Duration = 60.0
+    stop_grace: Duration = 5.0
+    gpus: list[int] | None = None
+    transport: Literal["ipc", "tcp"] = "ipc"
+    bind: str = "127.0.0.1"
+
+
+class RpcConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How calls and liveness behave.
+
+    Attributes:
+        timeout: Deadline of a call whose endpoint names none, in seconds.
+        heartbeat: Seconds between heartbeats.
+        suspect_after: Seconds of silence after which a worker is SUSPECT (never killed for it).
+        lease: Seconds a lease lives without being renewed.
+        create_timeout: Seconds one engine creation may take.
+        create_attempts: How often engine creation is tried where that is safe.
+    """
+
+    timeout: Duration = 1800.0
+    heartbeat: Duration = 1.0
+    suspect_after: Duration = 5.0
+    lease: Duration = 15.0
+    create_timeout: Duration = 600.0
+    create_attempts: Positive = 1
+
+
+class TraceConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What is traced.
+
+    Attributes:
+        level: ``off``, ``rpc`` (bus and user spans) or ``full``.
+        merge: Merge all files into one timeline when the run ends.
+        root: Where trace files go; ``<trial>/traces`` where not given.
+    """
+
+    level: Level = "rpc"
+    merge: bool = True
+    root: str | None = None
+
+
+class LogConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What the console shows.
+
+    Attributes:
+        level: Least severe record shown on the console.
+        format: ``plain`` or ``json`` lines; ``auto`` is plain.
+    """
+
+    level: Literal["debug", "info", "warning", "error"] = "warning"
+    format: Literal["auto", "plain", "json"] = "auto"
+
+
+class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A whole config.
+
+    Attributes:
+        experiment: Name of the experiment; the target's name where not given.
+        trial: Name of the trial; time and a random suffix where not given.
+        root: Directory of all experiments.
+        target: The driver: ``file.py:function`` relative to the config file, or ``module:function``.
+        roles: Role name to role.
+        params: The user's own section, passed to the driver as it stands.
+    """
+
+    experiment: str = ""
+    trial: str = ""
+    root: str = "zbus-runs"
+    target: str = ""
+    roles: dict[str, RoleConfig] = {}
+    scheduler: SchedulerConfig = SchedulerConfig()
+    rpc: RpcConfig = RpcConfig()
+    trace: TraceConfig = TraceConfig()
+    log: LogConfig = LogConfig()
+    params: dict[str, Any] = {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that ``load_config(data=…)`` reads back to an equal config."""
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
