@@ -1,0 +1,215 @@
+"""The span API: ``span``, ``traced``, ``instant``, ``counter``, ``flow`` and the founding spellings.
+
+All act on the current tracer (``get_tracer``), may be called from any thread, task or generator, never raise for a
+reason of tracing, and do nothing unless the level is ``full``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar, overload
+
+from zbus.trace.args import freeze_in_place
+from zbus.trace.tracer import COUNTER, FLOW, INSTANT, SPAN, Tracer, current_task_name, get_tracer
+
+__all__ = [
+    "Span",
+    "atrace_scope",
+    "counter",
+    "flow",
+    "instant",
+    "span",
+    "trace_perf",
+    "trace_scope",
+    "traced",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Span:
+    """A time span, as a context manager for ``with`` and ``async with``; use each instance once.
+
+    An exception that leaves the block is noted as ``args.error`` and goes on.
+    """
+
+    __slots__ = ("_args", "_category", "_name", "_start", "_tracer")
+
+    def __init__(self, tracer: Tracer | None, name: str, category: str, args: dict[str, Any]) -> None:
+        self._tracer = tracer
+        self._name = name
+        self._category = category
+        self._args = args
+        self._start = 0
+
+    def set(self, **args: Any) -> None:
+        """Add or replace arguments, known only inside the block."""
+        if self._tracer is not None:
+            self._args.update(args)
+
+    def __enter__(self) -> Self:
+        if self._tracer is not None:
+            self._start = self._tracer.now()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        tracer = self._tracer
+        if tracer is None:
+            return
+        end = tracer.now()
+        args = self._args
+        if kind is not None:
+            args["error"] = kind.__name__
+        if args:
+            freeze_in_place(args)
+        tracer.append((SPAN, self._name, self._category, self._start, end, args, current_task_name()))
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.__exit__(kind, error, trace)
+
+
+_OFF: Final = Span(None, "", "", {})
+
+
+def span(name: str, /, category: str = "misc", **args: Any) -> Span:
+    """Return a context manager that records the time spent inside it.
+
+    Args:
+        name: What is done; few distinct names make good statistics, so put numbers into ``args``.
+        category: ``compute``, ``comm``, ``io``, ``sync``, ``scheduler``, ``instr``, ``misc`` or any other text.
+        **args: Shown with the span; any value is taken (see ``zbus.trace.args``).
+    """
+    tracer = get_tracer()
+    return Span(tracer, name, category, args) if tracer.on else _OFF
+
+
+def instant(name: str, /, category: str = "misc", *, scope: str = "t", **args: Any) -> None:
+    """Record a moment; ``scope`` is ``t`` (thread), ``p`` (process) or ``g`` (whole trace)."""
+    tracer = get_tracer()
+    if tracer.on:
+        at = tracer.now()
+        freeze_in_place(args)
+        tracer.append((INSTANT, name, category, at, scope, args, current_task_name()))
+
+
+def counter(name: str, /, value: float | None = None, **series: float) -> None:
+    """Record numbers that change over time: one ``value``, or several named series of one counter."""
+    tracer = get_tracer()
+    if tracer.on:
+        at = tracer.now()
+        if value is not None:
+            series["value"] = value
+        freeze_in_place(series)
+        tracer.append((COUNTER, name, at, series))
+
+
+def flow(key: str, direction: str = "out") -> None:
+    """Mark an end of an arrow in the current span: ``out`` where it leaves, ``in`` where it arrives.
+
+    Ends with the same ``key`` are joined, also across processes of one run; a key is used for one arrow.
+    """
+    tracer = get_tracer()
+    if tracer.on:
+        tracer.append((FLOW, str(key), direction, tracer.now(), current_task_name()))
+
+
+@overload
+def traced(target: F, /) -> F: ...
+@overload
+def traced(target: str | None = None, /, category: str = "misc", **args: Any) -> Callable[[F], F]: ...
+def traced(target: Any = None, /, category: str = "misc", **args: Any) -> Any:
+    """Decorate a function, coroutine, generator or async generator so that each call is a span.
+
+    A generator's span runs from its first step to its end or close, whatever happens between the steps.
+    Used as ``@traced``, ``@traced("name")`` or ``@traced(category="io", shard=3)``; the name is the function's
+    qualified name by default.
+    """
+    if callable(target):
+        return _wrap(target, target.__qualname__, category, args)
+
+    def decorate(function: F) -> F:
+        return _wrap(function, target or function.__qualname__, category, args)
+
+    return decorate
+
+
+def _wrap(function: Any, name: str, category: str, args: Mapping[str, Any]) -> Any:
+    if inspect.isasyncgenfunction(function):
+        return _wrap_async_generator(function, name, category, args)
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def call_async(*a: Any, **k: Any) -> Any:
+            with span(name, category, **args):
+                return await function(*a, **k)
+
+        return call_async
+    if inspect.isgeneratorfunction(function):
+
+        @functools.wraps(function)
+        def generate(*a: Any, **k: Any) -> Any:
+            with span(name, category, **args):
+                return (yield from function(*a, **k))
+
+        return generate
+
+    @functools.wraps(function)
+    def call(*a: Any, **k: Any) -> Any:
+        with span(name, category, **args):
+            return function(*a, **k)
+
+    return call
+
+
+def _wrap_async_generator(function: Any, name: str, category: str, args: Mapping[str, Any]) -> Any:
+    @functools.wraps(function)
+    async def generate(*a: Any, **k: Any) -> Any:
+        inner = function(*a, **k)
+        with span(name, category, **args):
+            try:
+                item = await anext(inner)
+                while True:
+                    try:
+                        sent = yield item
+                    except GeneratorExit:
+                        raise
+                    except BaseException as error:  # noqa: BLE001  # thrown in by the consumer: the inner one decides
+                        item = await inner.athrow(error)
+                    else:
+                        item = await inner.asend(sent)
+            except StopAsyncIteration:
+                return
+            finally:
+                await inner.aclose()
+
+    return generate
+
+
+# -- founding spellings --------------------------------------------------------------------------------------------
+
+
+def trace_scope(name: str, category: str | None = None, args: Mapping[str, Any] | None = None) -> Span:
+    """Return ``span(name, category, **args)``; the founding spelling, with args as a mapping."""
+    tracer = get_tracer()
+    return Span(tracer, name, category or "misc", dict(args or {})) if tracer.on else _OFF
+
+
+def atrace_scope(name: str, category: str | None = None, args: Mapping[str, Any] | None = None) -> Span:
+    """Return the same as ``trace_scope``, for ``async with``."""
+    return trace_scope(name, category, args)
+
+
+def trace_perf(name: str, category: str | None = None) -> Callable[[F], F]:
+    """Decorate as ``traced(name, category)`` does; the founding spelling."""
+    decorate: Callable[[F], F] = traced(name, category=category or "misc")
+    return decorate

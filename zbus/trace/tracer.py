@@ -1,0 +1,321 @@
+"""The tracer: one ring of tuples per thread, found through a thread-local; nothing else on the hot path.
+
+A ring is a plain list. Its thread appends at the end, the flush thread takes a slice from the front; both are single
+operations on the list, so no lock is needed. Beyond the ring's size the newest records are dropped and counted.
+One process may hold several tracers (one per role and rank); ``get_tracer`` gives the current one.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import enum
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from zbus.clock import SYSTEM_CLOCK, Clock
+
+__all__ = [
+    "CLIENT",
+    "COUNTER",
+    "FLOW",
+    "INSTANT",
+    "SERVER",
+    "SPAN",
+    "Level",
+    "Record",
+    "Ring",
+    "Tracer",
+    "current_task_name",
+    "get_tracer",
+    "set_default_tracer",
+    "set_tracer",
+    "use_tracer",
+]
+
+Record = tuple[Any, ...]
+"""One recorded thing; the first item says which: see ``SPAN`` … ``SERVER`` for what follows it."""
+
+SPAN: Final = 0
+"""(SPAN, name, category, start_ns, end_ns, args | None, task | None)"""
+INSTANT: Final = 1
+"""(INSTANT, name, category, at_ns, scope, args | None, task | None)"""
+COUNTER: Final = 2
+"""(COUNTER, name, at_ns, {series: number})"""
+FLOW: Final = 3
+"""(FLOW, key, direction, at_ns, task | None)"""
+CLIENT: Final = 4
+"""(CLIENT, …) as ``Tracer.bus_client``"""
+SERVER: Final = 5
+"""(SERVER, …) as ``Tracer.bus_server``, then the task"""
+
+_modules = sys.modules
+
+
+class Level(enum.IntEnum):
+    """How much is recorded."""
+
+    OFF = 0
+    RPC = 1
+    FULL = 2
+
+
+class Ring:
+    """The records of one thread that are not written yet, and what became of the others.
+
+    ``lost`` is written by the ring's thread alone, ``drained`` by the flush thread alone, so both are exact.
+    """
+
+    __slots__ = ("drained", "items", "lost", "lost_reported", "name", "size", "thread", "tid")
+
+    def __init__(self, size: int) -> None:
+        self.items: list[Record] = []
+        self.size = size
+        self.lost = 0
+        self.lost_reported = 0
+        self.drained = 0
+        self.tid = threading.get_native_id()
+        thread = threading.current_thread()
+        self.name = thread.name
+        self.thread = weakref.ref(thread)
+
+    def take(self, limit: int) -> list[Record]:
+        """Remove and return at most ``limit`` oldest records. Flush thread only."""
+        batch = self.items[:limit]
+        del self.items[: len(batch)]
+        self.drained += len(batch)
+        return batch
+
+    def finished(self) -> bool:
+        """Return whether the thread has ended, so that nothing more will come."""
+        thread = self.thread()
+        return thread is None or not thread.is_alive()
+
+
+class Tracer:
+    """Records the spans of one role and rank. Every method but the lifecycle ones may be called from any thread.
+
+    Attributes:
+        role, rank: Whose spans these are.
+        rpc: Whether bus records are wanted (level ``rpc`` or ``full``); ask before building one.
+        on: Whether user spans are wanted (level ``full``); ask before computing costly args.
+        now: The monotonic clock in nanoseconds.
+    """
+
+    def __init__(self, role: str = "", rank: int = 0, *, ring_size: int = 1 << 17, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.role = role
+        self.rank = rank
+        self.ring_size = ring_size
+        self.now: Callable[[], int] = time.monotonic_ns if clock is SYSTEM_CLOCK else clock.monotonic_ns
+        self.on = False
+        self.rpc = False
+        self.on_first_record: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+        self._rings: list[Ring] = []
+        self._local = threading.local()
+        _all.add(self)
+
+    def __repr__(self) -> str:
+        return f"<Tracer {self.role}/{self.rank}: {self.level.name.lower()}>"
+
+    @property
+    def level(self) -> Level:
+        """The level now in force."""
+        return Level.FULL if self.on else Level.RPC if self.rpc else Level.OFF
+
+    def set_level(self, level: Level | str) -> None:
+        """Switch the level at once, for all threads; spans already begun are still recorded at their end."""
+        value = Level[level.upper()] if isinstance(level, str) else level
+        self.rpc = value >= Level.RPC
+        self.on = value >= Level.FULL
+
+    # -- recording ------------------------------------------------------------------------------------------------
+
+    def append(self, record: Record) -> None:
+        """Put one record into this thread's ring; dropped and counted when the ring is full. Never raises."""
+        try:
+            ring: Ring = self._local.ring
+        except AttributeError:
+            ring = self._new_ring()
+        items = ring.items
+        if len(items) < ring.size:
+            items.append(record)
+        else:
+            ring.lost += 1
+
+    def bus_client(  # noqa: PLR0917  # keyword calls cost a tenth of the record
+        self,
+        session: bytes,
+        worker: str,
+        incarnation: int,
+        lane: str,
+        seq: int,
+        attempt: int,
+        method: str,
+        t_submit: int,
+        t_encoded: int,
+        t_sent: int,
+        t_reply: int,
+        t_decoded: int,
+        bytes_out: int,
+        bytes_in: int,
+        outcome: str,
+    ) -> None:
+        """Record the caller's side of one call, once, when its outcome is known; ask ``rpc`` first.
+
+        Times are ``monotonic_ns``; 0 says that the phase never came (not sent, no reply). ``t_decoded`` is when the
+        outcome was ready. ``session``, ``incarnation``, ``lane``, ``seq`` and ``attempt`` must equal those of
+        ``bus_server``: the arrow between the two is a hash of them. Sizes are in bytes.
+        """
+        self.append(
+            (
+                CLIENT,
+                session,
+                worker,
+                incarnation,
+                lane,
+                seq,
+                attempt,
+                method,
+                t_submit,
+                t_encoded,
+                t_sent,
+                t_reply,
+                t_decoded,
+                bytes_out,
+                bytes_in,
+                outcome,
+            )
+        )
+
+    def bus_server(  # noqa: PLR0917  # as bus_client
+        self,
+        session: bytes,
+        worker: str,
+        incarnation: int,
+        lane: str,
+        seq: int,
+        attempt: int,
+        method: str,
+        t_arrived: int,
+        t_start: int,
+        t_decoded: int,
+        t_run_end: int,
+        t_encoded: int,
+        outcome: str,
+    ) -> None:
+        """Record the worker's side of one call, once, on the thread that ran it; ask ``rpc`` first.
+
+        Times are ``monotonic_ns``: arrival, taken from the queue, arguments decoded, method returned, answer encoded;
+        0 says that the phase never came. See ``bus_client`` for the ids.
+        """
+        self.append(
+            (
+                SERVER,
+                session,
+                worker,
+                incarnation,
+                lane,
+                seq,
+                attempt,
+                method,
+                t_arrived,
+                t_start,
+                t_decoded,
+                t_run_end,
+                t_encoded,
+                outcome,
+                current_task_name(),
+            )
+        )
+
+    # -- flush side -----------------------------------------------------------------------------------------------
+
+    def rings(self) -> list[Ring]:
+        """Return the rings that may hold or bring records. Flush thread only."""
+        with self._lock:
+            return list(self._rings)
+
+    def forget(self, ring: Ring) -> None:
+        """Drop the empty ring of a thread that has ended. Flush thread only."""
+        with self._lock:
+            self._rings.remove(ring)
+
+    def _new_ring(self) -> Ring:
+        ring = Ring(self.ring_size)
+        self._local.ring = ring
+        with self._lock:
+            self._rings.append(ring)
+        start = self.on_first_record
+        if start is not None:
+            try:
+                start()
+            except Exception:  # noqa: BLE001  # recording never raises; the records stay in the ring and are counted
+                self.on_first_record = None
+        return ring
+
+    def _after_fork(self) -> None:
+        """In a forked child: what was recorded before belongs to the parent, which writes it."""
+        self._lock = threading.Lock()
+        self._rings = []
+        self._local = threading.local()
+
+
+_all: weakref.WeakSet[Tracer] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for tracer in list(_all):
+        tracer._after_fork()  # noqa: SLF001  # same module, one owner
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+_default = Tracer()
+_current: contextvars.ContextVar[Tracer | None] = contextvars.ContextVar("zbus_tracer", default=None)
+
+
+def get_tracer() -> Tracer:
+    """Return the tracer of this context, else the process's default (which is off until ``configure``)."""
+    return _current.get() or _default
+
+
+def set_tracer(tracer: Tracer | None) -> None:
+    """Make ``tracer`` the current one in this context (thread or task); None goes back to the default."""
+    _current.set(tracer)
+
+
+def set_default_tracer(tracer: Tracer | None) -> None:
+    """Make ``tracer`` the default of the process, for every thread that set none; None: a tracer that is off."""
+    global _default  # noqa: PLW0603  # one default per process is the meaning
+    _default = tracer or Tracer()
+
+
+@contextmanager
+def use_tracer(tracer: Tracer) -> Iterator[Tracer]:
+    """Make ``tracer`` the current one inside the ``with`` block."""
+    token = _current.set(tracer)
+    try:
+        yield tracer
+    finally:
+        _current.reset(token)
+
+
+def current_task_name() -> str | None:
+    """Return the name of the running asyncio task, or None outside of one; never loads asyncio."""
+    aio = _modules.get("asyncio.tasks")
+    if aio is None:
+        return None
+    try:
+        loop = aio.events._get_running_loop()  # noqa: SLF001  # documented for event loop implementers
+        if loop is None:
+            return None
+        task = aio.current_task(loop)
+        return None if task is None else task.get_name()
+    except Exception:  # noqa: BLE001  # half-imported asyncio, or a foreign loop: then the span belongs to the thread
+        return None
