@@ -135,7 +135,9 @@ def shutdown() -> None:
     reset()
 
 
-def _new_writer(  # noqa: PLR0917  # private, one callerconfig: TraceConfig, role: str, rank: int, incarnation: int, start: int, clock: Clock) -> TraceWriter:
+def _new_writer(  # noqa: PLR0917  # private, one caller
+    config: TraceConfig, role: str, rank: int, incarnation: int, start: int, clock: Clock
+) -> TraceWriter:
     if not config.root:
         msg = f"trace root for {role}/{rank} is missing"
         raise ConfigError(msg, hint="set trace.root, usually <trial>/traces")
