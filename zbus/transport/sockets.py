@@ -13,6 +13,7 @@ import re
 import struct
 import threading
 import weakref
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import zmq
@@ -110,6 +111,7 @@ class SocketFactory:
         self._context: zmq.Context[Socket] = zmq.Context(io_threads)
         self._context.set(zmq.MAX_SOCKETS, self.max_sockets)
         self._sockets: weakref.WeakKeyDictionary[Socket, str] = weakref.WeakKeyDictionary()
+        self._files: list[Path] = []
 
     # -- sockets
 
@@ -190,6 +192,8 @@ class SocketFactory:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
             raise _bind_failure(endpoint, error) from error
+        if endpoint.startswith("ipc://"):
+            self._files.append(Path(endpoint.removeprefix("ipc://")))
         # A dual-stack socket reports IPv4 addresses in IPv6 clothes, which a peer without IPv6 could not use.
         return _MAPPED.sub(r"\1", socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
@@ -222,7 +226,7 @@ class SocketFactory:
     def close(self) -> bool:
         """End the context; bounded, never waits for a peer or for another thread's socket. Safe to repeat.
 
-        Sockets still open elsewhere fail with ``TransportError`` from now on.
+        Socket files bound here are removed. Sockets still open elsewhere fail with ``TransportError`` from now on.
 
         Returns:
             True when everything was freed; False when sockets were still open (see ``open_sockets``).
@@ -234,6 +238,8 @@ class SocketFactory:
         if os.getpid() != self._pid:
             _kept.append(self._context)
             return False
+        for file in self._files:  # libzmq leaves them
+            file.unlink(missing_ok=True)
         busy = bool(self.open_sockets)
         # Ending a context wakes every call on its sockets with an error and waits until their threads close them, so
         # it is left to a thread of its own.
