@@ -195,6 +195,11 @@ class Callee:
         """Number of requests running now, all sessions and lanes."""
         return sum(lane.running for session in self._sessions.values() for lane in session.lanes.values())
 
+    @property
+    def queued(self) -> int:
+        """Number of requests admitted and not started."""
+        return sum(len(lane.queue) for session in self._sessions.values() for lane in session.lanes.values())
+
     def finished(
         self, session_id: bytes, lane_name: str, seq: int, kind: Kind, status: Status, buffers: Buffers, now: int,
         *, chunks: int = 0,

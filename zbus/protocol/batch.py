@@ -1,0 +1,161 @@
+"""The slots of one placed batch: one outcome per (member, call), the poison of strict batches, and who failed first.
+
+Pure: no clocks, threads or sockets. The owner guards it with a lock; every method is quick.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from zbus.protocol.messages import Outcome, OutcomeKind
+
+__all__ = ["BatchSlots", "Failure", "Progress", "StrictRun", "causes"]
+
+
+class Progress(enum.Enum):
+    """How far a call has come on one worker, as far as the caller knows."""
+
+    ANSWERED = "answered"
+    RUNNING = "running"
+    ARRIVED = "arrived, not started"
+    NOT_ARRIVED = "not arrived"
+    DEAD = "dead"
+    UNKNOWN = "no answer yet"
+
+
+class Failure(NamedTuple):
+    """One slot that ended other than OK; ``order`` counts arrivals within the batch from 0."""
+
+    member: int
+    call: int
+    outcome: Outcome
+    order: int
+
+
+class BatchSlots:
+    """One slot per member and call; each is filled once.
+
+    Args:
+        members: How many workers hold the batch.
+        calls: How many calls it has.
+    """
+
+    __slots__ = ("_arrivals", "_members", "_open", "_open_calls", "_slots", "calls")
+
+    def __init__(self, members: int, calls: int) -> None:
+        self._members = members
+        self.calls = calls
+        self._slots: list[list[Outcome | None]] = [[None] * members for _ in range(calls)]
+        self._open = members * calls
+        self._open_calls = [members] * calls
+        self._arrivals: list[tuple[int, int]] = []
+
+    def fill(self, member: int, call: int, outcome: Outcome) -> bool:
+        """Take an outcome; False if the slot was filled before (the first one stands)."""
+        row = self._slots[call]
+        if row[member] is not None:
+            return False
+        row[member] = outcome
+        self._open -= 1
+        self._open_calls[call] -= 1
+        self._arrivals.append((member, call))
+        return True
+
+    def reopen(self, member: int, call: int) -> Outcome | None:
+        """Empty a slot for a second execution and return what it held."""
+        outcome, self._slots[call][member] = self._slots[call][member], None
+        if outcome is not None:
+            self._open += 1
+            self._open_calls[call] += 1
+            self._arrivals.remove((member, call))
+        return outcome
+
+    def outcome(self, member: int, call: int) -> Outcome | None:
+        """Return what a slot holds."""
+        return self._slots[call][member]
+
+    def settled(self, call: int | None = None) -> bool:
+        """Tell whether every slot (of one call) is filled."""
+        return (self._open if call is None else self._open_calls[call]) == 0
+
+    def missing(self, call: int) -> list[int]:
+        """Return the members that have not answered a call."""
+        return [member for member, outcome in enumerate(self._slots[call]) if outcome is None]
+
+    def arrivals(self, call: int, start: int = 0) -> Iterator[tuple[int, int]]:
+        """Yield (position, member) of a call's outcomes in order of arrival, from a position on."""
+        for position in range(start, len(self._arrivals)):
+            member, of = self._arrivals[position]
+            if of == call:
+                yield position, member
+
+    def failures(self, call: int | None = None) -> list[Failure]:
+        """Return the slots that ended other than OK, in order of arrival."""
+        found = []
+        for order, (member, of) in enumerate(self._arrivals):
+            outcome = self._slots[of][member]
+            if outcome is not None and outcome.kind is not OutcomeKind.OK and call in (None, of):
+                found.append(Failure(member, of, outcome, order))
+        return found
+
+
+_CLASS: Final = {
+    "worker_exit": 0,
+    "lease": 1,
+    "fenced": 2,
+    "deadline": 3,
+    "evicted": 3,
+    "protocol": 3,
+    "shutdown": 4,
+    "not_sent": 4,
+    "predecessor": 5,
+    "cancelled": 6,
+}
+
+
+def causes(
+    failures: Sequence[Failure], is_echo: Callable[[Failure], bool] = lambda _failure: False
+) -> tuple[Failure, ...]:
+    """Order failures root first.
+
+    A worker's own error or death comes before what only follows from another's: errors that look like the echo of a
+    lost peer in a collective, leases and deadlines running out, successors of a failed call, cancellations. Within a
+    class the earlier arrival comes first.
+
+    Args:
+        failures: In any order.
+        is_echo: Tells whether an application error looks like the echo of another rank's failure.
+    """
+
+    def place(failure: Failure) -> tuple[int, int]:
+        if failure.outcome.kind is OutcomeKind.APP_ERROR:
+            return (1 if is_echo(failure) else 0), failure.order
+        return _CLASS.get(failure.outcome.reason, 3), failure.order
+
+    return tuple(sorted(failures, key=place))
+
+
+class StrictRun:
+    """Decides, call by call on one worker, whether a batch may go on."""
+
+    __slots__ = ("_failed",)
+
+    def __init__(self) -> None:
+        self._failed: int | None = None
+
+    def refusal(self) -> Outcome | None:
+        """Return the outcome of a call that must not start, or None if it may."""
+        if self._failed is None:
+            return None
+        return Outcome(
+            OutcomeKind.NOT_EXECUTED,
+            reason="predecessor",
+            evidence=f"call {self._failed} of the same batch failed before it",
+        )
+
+    def ended(self, call: int, kind: OutcomeKind, *, strict: bool) -> None:
+        """Note how a call ended; a strict one that failed stops the rest."""
+        if strict and kind is not OutcomeKind.OK and self._failed is None:
+            self._failed = call

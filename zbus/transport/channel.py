@@ -1,0 +1,180 @@
+"""One socket on a reactor: whole messages out (parked while nobody is there), whole messages in, link events.
+
+A channel decides nothing: it moves messages, counts what it refuses, and reports what the monitor says.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import zmq
+
+from zbus.protocol.frames import FrameError, VersionMismatch, decode, encode
+from zbus.protocol.messages import Buffer, Buffers, Header
+from zbus.transport.multipart import PeerGone, Receiver, Socket, send
+from zbus.transport.reactor import Reactor
+from zbus.transport.sockets import MonitorEvent, read_event
+
+__all__ = ["Channel", "LinkEvents"]
+
+_BURST: Final = 256
+_POLLIN: Final = int(zmq.POLLIN)
+_EVENTS: Final = int(zmq.EVENTS)
+
+
+class LinkEvents(Protocol):
+    """What a monitored channel reports. Called under the reactor's lock."""
+
+    def on_link_up(self) -> None:
+        """The transport handshake with the peer succeeded."""
+
+    def on_link_down(self, why: str) -> None:
+        """The connection is gone, or its handshake failed; ``why`` is the monitor's word."""
+
+
+class Channel:
+    """A socket with its receiver, its parked messages and its counters. All methods run under the reactor's lock.
+
+    Args:
+        reactor: Where readiness comes from.
+        socket: From the socket factory; this channel owns it from now on.
+        on_message: Called with (header, buffers, peer) for each valid message; ``peer`` is the routing id on a ROUTER
+            and empty on a DEALER.
+        router: Whether the socket is a ROUTER.
+        monitor: Monitor socket of a DEALER, or None.
+        events: Receiver of link events; needed with a monitor.
+    """
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        socket: Socket,
+        on_message: Callable[[Header, Sequence[Buffer], bytes], None],
+        *,
+        router: bool,
+        monitor: Socket | None = None,
+        events: LinkEvents | None = None,
+        on_bad: Callable[[FrameError, bytes], None] | None = None,
+    ) -> None:
+        self.socket = socket
+        self._reactor = reactor
+        self._router = router
+        self._on_message = on_message
+        self._on_bad = on_bad
+        self._receiver = Receiver(socket)
+        self._outbox: deque[list[Any]] = deque()
+        self._monitor = monitor
+        self._events = events
+        self._getsockopt = socket.getsockopt
+        self._fd = int(socket.getsockopt(zmq.FD))
+        self.refused: dict[str, int] = {}
+        self.unroutable = 0
+        self._closed = False
+        reactor.register(self._fd, self.on_readable)
+        if monitor is not None:
+            self._monitor_fd = int(monitor.getsockopt(zmq.FD))
+            reactor.register(self._monitor_fd, self._on_monitor)
+            self._on_monitor()
+
+    def send(self, header: Header, buffers: Buffers = (), peer: bytes | None = None) -> None:
+        """Send one message, or park it until the peer can take it. A gone peer's message is counted and dropped:
+        the protocol recovers it when the peer returns."""
+        frames = encode(header, buffers)
+        if peer is not None:
+            frames.insert(0, peer)
+        if self._outbox:
+            self._outbox.append(frames)
+            self._flush()
+            return
+        try:
+            if not send(self.socket, frames):
+                self._outbox.append(frames)
+        except PeerGone:
+            self.unroutable += 1
+
+    def check(self) -> None:
+        """Take what arrived while sending: a send may have swallowed the readiness signal. Call after sends."""
+        if int(self._getsockopt(_EVENTS)) & _POLLIN:
+            self.on_readable()
+
+    def clear_outbox(self) -> None:
+        """Drop parked messages; the protocol sends anew after a reconnect."""
+        self._outbox.clear()
+
+    @property
+    def parked(self) -> int:
+        """Number of messages waiting for the peer."""
+        return len(self._outbox)
+
+    def on_readable(self) -> None:
+        """Take a burst of messages. What is left keeps the descriptor's owner awake through ``reactor.wake``."""
+        receiver = self._receiver
+        for _ in range(_BURST):
+            if self._closed:
+                return
+            frames = receiver.recv()
+            if frames is None:
+                break
+            self._take(frames)
+        else:
+            self._reactor.call_again(self._fd)
+        if self._outbox:
+            self._flush()
+
+    def close(self) -> None:
+        """Unregister and close the socket and its monitor. Never waits."""
+        if self._closed:
+            return
+        self._closed = True
+        self._reactor.unregister(self._fd)
+        if self._monitor is not None:
+            self._reactor.unregister(self._monitor_fd)
+            self.socket.disable_monitor()
+            self._monitor.close(0)
+        self.socket.close(0)
+
+    def _take(self, frames: list[Buffer]) -> None:
+        peer = b""
+        try:
+            if self._router:
+                peer = bytes(frames[0])
+                header, buffers = decode(frames[1:])
+            else:
+                header, buffers = decode(frames)
+        except FrameError as error:
+            self.refused[error.reason] = self.refused.get(error.reason, 0) + 1
+            if self._on_bad is not None and isinstance(error, VersionMismatch):
+                self._on_bad(error, peer)
+            return
+        self._on_message(header, buffers, peer)
+
+    def _flush(self) -> None:
+        outbox = self._outbox
+        while outbox:
+            try:
+                if not send(self.socket, outbox[0]):
+                    return
+            except PeerGone:
+                self.unroutable += 1
+            outbox.popleft()
+
+    def _on_monitor(self) -> None:
+        while not self._closed and self._monitor is not None and self._events is not None:
+            event = read_event(self._monitor)
+            if event is None:
+                return
+            if event.connected:
+                self._events.on_link_up()
+                self._flush()
+            elif event.lost or event.refused:
+                self._events.on_link_down(_why(event))
+
+
+def _why(event: MonitorEvent) -> str:
+    if event.lost:
+        return "the connection was lost"
+    if event.event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        return f"{event.endpoint} refused our key"
+    return f"{event.endpoint} is not a zbus peer, or has other keys"

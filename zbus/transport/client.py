@@ -1,0 +1,524 @@
+"""All connections of one calling session: peers, ordered lanes, atomic placement, outcomes.
+
+The shell around ``protocol.caller`` and ``protocol.liveness``: it owns the DEALER sockets, hands messages in and
+executes effects. Everything happens under ``reactor.lock``; outcomes are delivered under it too, so a sink must be
+quick. A waiting caller drives the reactor itself (``wait``).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgpack
+
+from zbus.clock import SYSTEM_CLOCK, Clock
+from zbus.errors import TransportError, Unavailable
+from zbus.ids import Session, WorkerName
+from zbus.protocol.caller import CallerLane, Timing
+from zbus.protocol.frames import FrameError, VersionMismatch
+from zbus.protocol.liveness import LinkMachine, LinkState
+from zbus.protocol.messages import (
+    PROTOCOL_VERSION,
+    Buffer,
+    Buffers,
+    Chunk,
+    Effect,
+    Finish,
+    Header,
+    Kind,
+    Outcome,
+    OutcomeKind,
+    SendTo,
+    Status,
+)
+from zbus.transport.channel import Channel
+from zbus.transport.interrupts import gate
+from zbus.transport.multipart import Socket
+from zbus.transport.reactor import Reactor
+from zbus.transport.sockets import SocketFactory
+
+__all__ = ["Client", "Peer", "PeerState", "Placed", "Sink"]
+
+_NEVER: Final = 1 << 62
+
+Sink = Callable[[int, int, Outcome], None]
+"""``sink(member index, call index, outcome)``: once per call, under the client's lock, on whichever thread drives."""
+
+ChunkSink = Callable[[int, int, Buffers], None]
+"""``sink(member index, chunk number, buffers)``: each item of a stream, in order."""
+
+
+class PeerState(enum.Enum):
+    """State of a worker as one session sees it: the least ready of its connections."""
+
+    CONNECTING = "connecting"
+    HANDSHAKING = "handshaking"
+    READY = "ready"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+_STATE_OF: Final = {link: PeerState(link.value) for link in LinkState}
+_RANK: Final = {
+    PeerState.READY: 0,
+    PeerState.HANDSHAKING: 1,
+    PeerState.CONNECTING: 2,
+    PeerState.SUSPECT: 3,
+    PeerState.DEAD: 4,
+}
+
+
+class _Lane:
+    """One lane of a peer: its machine, and who waits for which seq."""
+
+    __slots__ = ("chunks", "link", "machine", "sinks")
+
+    def __init__(self, machine: CallerLane, link: _Link) -> None:
+        self.machine = machine
+        self.link = link
+        self.sinks: dict[int, tuple[Sink, int, int]] = {}
+        self.chunks: dict[int, tuple[ChunkSink, int]] = {}
+
+
+class _Link:
+    """One DEALER to one of a peer's sockets (``main`` or ``ctl``)."""
+
+    def __init__(self, client: Client, peer: Peer, name: str, endpoints: Sequence[str]) -> None:
+        self.client = client
+        self.peer = peer
+        self.name = name
+        self.machine = LinkMachine(client.clock.monotonic_ns())
+        self.lanes: dict[str, _Lane] = {}
+        socket: Socket = client.factory.dealer("main" if name == "main" else "ctl")
+        monitor = client.factory.monitor(socket)
+        self.channel = Channel(
+            client.reactor, socket, self.on_message, router=False, monitor=monitor, events=self, on_bad=self.on_bad
+        )
+        for endpoint in endpoints:
+            client.factory.connect(socket, endpoint)
+
+    def on_link_up(self) -> None:
+        now = self.client.clock.monotonic_ns()
+        self.machine.link_up(now)
+        self.say_hello(now)
+        self.peer.refresh()
+
+    def on_link_down(self, why: str) -> None:
+        self.machine.link_down(self.client.clock.monotonic_ns(), why)
+        self.channel.clear_outbox()
+        for lane in self.lanes.values():
+            lane.machine.on_disconnected()
+        self.peer.refresh()
+
+    def say_hello(self, now: int) -> None:
+        """Introduce the session; repeated by the timer until a WELCOME comes."""
+        client = self.client
+        body = msgpack.packb(
+            {
+                "role": self.peer.name.role,
+                "rank": self.peer.name.rank,
+                "link": self.name,
+                "from": client.name,
+                "protocol": PROTOCOL_VERSION,
+                "t": now,
+            }
+        )
+        self.channel.send(Header(Kind.HELLO, client.session, client.epoch, self.peer.incarnation, self.name), (body,))
+        self.machine.hello_sent(now)
+        client.reactor.note_due(self.machine.hello_due)
+
+    def on_bad(self, error: FrameError, _peer: bytes) -> None:
+        if isinstance(error, VersionMismatch):
+            self.client.declare_dead(self.peer, reason="protocol", evidence=str(error))
+
+    def on_message(self, header: Header, buffers: Sequence[Buffer], _peer: bytes) -> None:
+        client = self.client
+        if header.session != client.session:
+            client.count("foreign_session")
+            return
+        kind = header.kind
+        if kind == Kind.WELCOME:
+            self._on_welcome(buffers)
+        elif kind == Kind.NACK and header.status in _REFUSALS:
+            self._on_refusal(header)
+        elif kind in (Kind.PONG, Kind.BYE):
+            client.count("unexpected")
+        else:
+            lane = self.lanes.get(header.lane)
+            if lane is None or header.incarnation != self.peer.incarnation:
+                client.count("foreign_lane")
+                return
+            effects = lane.machine.receive(header, buffers, client.clock.monotonic_ns())
+            if effects:
+                client.execute(lane, effects)
+
+    def _on_welcome(self, buffers: Sequence[Buffer]) -> None:
+        now = self.client.clock.monotonic_ns()
+        try:
+            welcome = msgpack.unpackb(buffers[0])
+            cursors = dict(welcome["lanes"])
+            name = (welcome["role"], welcome["rank"])
+        except Exception:  # noqa: BLE001  # anything but a well-formed WELCOME is junk from the peer: counted, ignored
+            self.client.count("bad_welcome")
+            return
+        if name != self.peer.name:
+            self.client.declare_dead(
+                self.peer, reason="protocol", evidence=f"{name[0]}/{name[1]} answers at the address of {self.peer.name}"
+            )
+            return
+        again = not self.machine.welcomed(now)
+        self.peer.welcome.update(welcome)
+        if not again:
+            for lane in self.lanes.values():
+                self.client.execute(lane, lane.machine.on_connected(int(cursors.get(lane.machine.lane, 0)), now))
+        self.peer.refresh()
+
+    def _on_refusal(self, header: Header) -> None:
+        if header.status == Status.NO_SESSION:
+            now = self.client.clock.monotonic_ns()
+            self.machine.link_down(now, "the worker no longer knows this session")
+            self.machine.link_up(now)
+            for lane in self.lanes.values():
+                lane.machine.on_disconnected()
+            self.say_hello(now)
+            self.peer.refresh()
+            return
+        evidence = {
+            Status.FENCED_EPOCH: f"it obeys controller epoch {header.floor}, this one is {header.epoch}",
+            Status.FENCED_INCARNATION: "another incarnation answers at its address",
+            Status.DRAINING: "it is shutting down",
+        }.get(Status(header.status), "it refused the session")
+        self.client.declare_dead(self.peer, reason="fenced", evidence=evidence)
+
+
+_REFUSALS: Final = (Status.NO_SESSION, Status.FENCED_EPOCH, Status.FENCED_INCARNATION, Status.DRAINING)
+
+
+class Peer:
+    """One incarnation of one worker (or agent), as this session sees it. Read from any thread.
+
+    Attributes:
+        name: Role and rank.
+        incarnation: Which start of it.
+        state: See ``PeerState``.
+        welcome: What the worker said of itself in its WELCOME (pid, host, …); empty before.
+    """
+
+    def __init__(self, client: Client, name: WorkerName, incarnation: int) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self.welcome: dict[str, Any] = {}
+        self.state = PeerState.CONNECTING
+        self._client = client
+        self.links: dict[str, _Link] = {}
+
+    @property
+    def evidence(self) -> str:
+        """Why the peer is not READY, in words."""
+        return "; ".join(dict.fromkeys(link.machine.evidence for link in self.links.values() if link.machine.evidence))
+
+    @property
+    def reason(self) -> str:
+        """Machine-readable cause of DEAD, or empty."""
+        return next((link.machine.reason for link in self.links.values() if link.machine.reason), "")
+
+    def refresh(self) -> None:
+        """Recompute ``state`` from the links and tell the client's listener of a change. Under the lock."""
+        states = [_STATE_OF[link.machine.state] for link in self.links.values()]
+        state = max(states, key=_RANK.__getitem__)
+        if state is not self.state:
+            self.state = state
+            self._client.on_state(self, state)
+
+    def whereabouts(self, lane: str, seq: int) -> str:
+        """Say where a placed call is, as far as is known: answered, running, arrived, sent, not sent."""
+        link = self.links["ctl" if lane == "ctl" or "main" not in self.links else "main"]
+        found = link.lanes.get(lane)
+        return "not placed" if found is None else found.machine.whereabouts(seq)
+
+    def __repr__(self) -> str:
+        return f"<Peer {self.name} {self.state.value}>"
+
+
+class Placed:
+    """A placed batch: which peers, lane and seqs. Opaque to users; give it to ``Client.cancel``."""
+
+    __slots__ = ("calls", "lane", "members", "seqs")
+
+    def __init__(self, members: Sequence[Peer], lane: str, seqs: list[int], calls: int) -> None:
+        self.members = members
+        self.lane = lane
+        self.seqs = seqs
+        self.calls = calls
+
+
+def _ignore_state(_peer: Peer, _state: PeerState) -> None:
+    """Default of ``Client.on_state``."""
+
+
+class Client:
+    """All connections of one session. Methods may be called from any thread unless they say otherwise.
+
+    Args:
+        session: This caller's session id.
+        epoch: Controller epoch; 0 for a guest.
+        factory: Socket factory, sized for the number of peers.
+        clock: Monotonic clock for deadlines.
+        name: Who calls, for the callee's logs.
+        timing: Probe and grace times.
+    """
+
+    def __init__(
+        self,
+        *,
+        session: Session,
+        epoch: int,
+        factory: SocketFactory,
+        clock: Clock = SYSTEM_CLOCK,
+        name: str = "controller",
+        timing: Timing | None = None,
+    ) -> None:
+        self.session = session
+        self.epoch = epoch
+        self.factory = factory
+        self.clock = clock
+        self.name = name
+        self.reactor = Reactor(clock=clock, name="zbus-client")
+        self.on_state: Callable[[Peer, PeerState], None] = _ignore_state
+        self.counters: dict[str, int] = {}
+        self._timing = timing
+        self._peers: list[Peer] = []
+        self._closed = False
+        self.reactor.add_ticker(self._tick)
+        self.reactor.start()
+
+    # -- peers ---------------------------------------------------------------------------------------------------
+
+    def connect(self, name: WorkerName, incarnation: int, endpoints: Mapping[str, Sequence[str]]) -> Peer:
+        """Open connections to one incarnation.
+
+        Args:
+            name: Role and rank; the WELCOME must agree.
+            incarnation: Which start; another is refused.
+            endpoints: Addresses by link, ``{"main": [...], "ctl": [...]}``; an agent has only ``ctl``.
+        """
+        peer = Peer(self, name, incarnation)
+        with gate, self.reactor.lock:
+            self._check_open()
+            for link in ("main", "ctl"):
+                if endpoints.get(link):
+                    peer.links[link] = _Link(self, peer, link, endpoints[link])
+            self._peers.append(peer)
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        """Close the connections to a peer; its unfinished calls are settled as lost."""
+        with gate, self.reactor.lock:
+            self._settle(peer, "disconnected", "this process closed the connection")
+            for link in peer.links.values():
+                link.channel.close()
+            if peer in self._peers:
+                self._peers.remove(peer)
+
+    def declare_dead(self, peer: Peer, *, reason: str, evidence: str) -> None:
+        """End an incarnation: its exit was seen, or its lease ran out. Every unfinished call gets its outcome."""
+        with gate, self.reactor.lock:
+            self._settle(peer, reason, evidence)
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def place(
+        self,
+        members: Sequence[Peer],
+        lane: str,
+        payloads: Sequence[Buffers],
+        count: int,
+        *,
+        deadline_s: float | None,
+        sink: Sink,
+        chunk_sink: ChunkSink | None = None,
+        trace: int = 0,
+        strict: bool = False,
+    ) -> Placed:
+        """Take ``count`` consecutive places in ``lane`` of every member, atomically, and send.
+
+        Two batches, from whatever threads, are seen in the same order by all members they share.
+
+        Args:
+            members: Who is called; each at most once.
+            lane: Name of the lane.
+            payloads: Frames for each member; the same object may stand several times.
+            count: Calls in each payload (>= 1).
+            deadline_s: Seconds from now, or None for no deadline.
+            sink: Told of each call's outcome.
+            chunk_sink: Told of each item of a stream; only with one member and ``count`` 1.
+            trace: Span id of the caller.
+            strict: A failed call makes its successors in this batch NOT_EXECUTED.
+
+        Raises:
+            Unavailable: Some member is not READY; nothing was placed.
+            TransportError: The client is closed.
+        """
+        sizes = [sum(map(_nbytes, payload)) for payload in payloads]
+        with gate, self.reactor.lock:
+            self._check_open()
+            now = self.clock.monotonic_ns()
+            for peer in members:
+                if peer.state is not PeerState.READY:
+                    raise _unavailable(members)
+            deadline_ns = None if deadline_s is None else now + int(deadline_s * 1e9)
+            seqs: list[int] = []
+            lanes: list[_Lane] = []
+            for index, peer in enumerate(members):
+                found = self._lane(peer, lane)
+                machine = found.machine
+                seq = machine.next_seq
+                if count == 1:
+                    found.sinks[seq] = (sink, index, 0)
+                else:
+                    for offset in range(count):
+                        found.sinks[seq + offset] = (sink, index, offset)
+                if chunk_sink is not None:
+                    found.chunks[seq] = (chunk_sink, index)
+                _, effects = machine.place(
+                    payloads[index], count, sizes[index], deadline_ns, now, trace=trace, strict=strict
+                )
+                self.execute(found, effects)
+                seqs.append(seq)
+                lanes.append(found)
+            for found in lanes:
+                self.reactor.note_due(found.machine.next_timer())
+                found.link.channel.check()
+            return Placed(members, lane, seqs, count)
+
+    def cancel(self, placed: Placed) -> None:
+        """Ask that a batch should not run. Every call of it still gets exactly one outcome."""
+        with gate, self.reactor.lock:
+            now = self.clock.monotonic_ns()
+            for peer, seq in zip(placed.members, placed.seqs, strict=True):
+                lane = self._lane(peer, placed.lane)
+                self.execute(lane, lane.machine.cancel(seq, now))
+                lane.link.channel.check()
+
+    def consumed(self, placed: Placed, upto: int) -> None:
+        """Give a stream credit: the user took all its items below ``upto``."""
+        with gate, self.reactor.lock:
+            lane = self._lane(placed.members[0], placed.lane)
+            self.execute(lane, lane.machine.consumed(placed.seqs[0], upto))
+            lane.link.channel.check()
+
+    def wait(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait until ``done()``, driving the sockets meanwhile; False if the time ran out first."""
+        return self.reactor.drive(done, timeout_s)
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Say BYE, settle what is open, close all sockets. Idempotent; never waits for a peer."""
+        with gate, self.reactor.lock:
+            if self._closed:
+                return
+            self._closed = True
+            for peer in self._peers:
+                for link in peer.links.values():
+                    if link.machine.state is LinkState.READY:
+                        link.channel.send(Header(Kind.BYE, self.session, self.epoch, peer.incarnation, link.name))
+                self._settle(peer, "shutdown", "this controller closed")
+            for peer in self._peers:
+                for link in peer.links.values():
+                    link.channel.close()
+            self._peers.clear()
+        self.reactor.close()
+
+    def count(self, what: str) -> None:
+        """Count something refused or dropped. Under the lock."""
+        self.counters[what] = self.counters.get(what, 0) + 1
+
+    def statistics(self) -> dict[str, int]:
+        """Return counters: refused messages by kind, retransmissions, probes, parked messages."""
+        with gate, self.reactor.lock:
+            totals = dict(self.counters)
+            for peer in self._peers:
+                for link in peer.links.values():
+                    for reason, number in link.channel.refused.items():
+                        totals[f"refused_{reason}"] = totals.get(f"refused_{reason}", 0) + number
+                    for lane in link.lanes.values():
+                        totals["retransmissions"] = totals.get("retransmissions", 0) + lane.machine.retransmissions
+                        totals["probes"] = totals.get("probes", 0) + lane.machine.probes
+            return totals
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def execute(self, lane: _Lane, effects: Sequence[Effect]) -> None:
+        """Do what a lane's machine asks. Under the lock."""
+        for effect in effects:
+            if type(effect) is Finish:
+                lane.chunks.pop(effect.seq, None)
+                sink, member, call = lane.sinks.pop(effect.seq)
+                sink(member, call, effect.outcome)
+            elif type(effect) is SendTo:
+                lane.link.channel.send(effect.header, effect.buffers)
+            elif type(effect) is Chunk:
+                waiting = lane.chunks.get(effect.seq)
+                if waiting is not None:
+                    waiting[0](waiting[1], effect.number, effect.buffers)
+
+    def _lane(self, peer: Peer, name: str) -> _Lane:
+        link = peer.links.get("ctl" if name == "ctl" else "main") or peer.links["ctl"]
+        lane = link.lanes.get(name)
+        if lane is None:
+            machine = CallerLane(self.session, self.epoch, peer.incarnation, name, timing=self._timing)
+            lane = link.lanes[name] = _Lane(machine, link)
+            if peer.state is PeerState.DEAD:
+                machine.on_dead(peer.reason, peer.evidence)
+            elif link.machine.state is LinkState.READY:
+                machine.on_connected(0, self.clock.monotonic_ns())
+        return lane
+
+    def _settle(self, peer: Peer, reason: str, evidence: str) -> None:
+        now = self.clock.monotonic_ns()
+        for link in peer.links.values():
+            if link.machine.dead(now, reason, evidence):
+                link.channel.clear_outbox()
+                for lane in link.lanes.values():
+                    self.execute(lane, lane.machine.on_dead(reason, evidence))
+        peer.refresh()
+
+    def _tick(self, now: int) -> int:
+        due = _NEVER
+        for peer in self._peers:
+            for link in peer.links.values():
+                machine = link.machine
+                if machine.hello_due <= now:
+                    link.say_hello(now)
+                due = min(due, machine.hello_due)
+                for lane in link.lanes.values():
+                    if lane.machine.next_timer() <= now:
+                        self.execute(lane, lane.machine.on_timer(now))
+                    due = min(due, lane.machine.next_timer())
+        return due
+
+    def _check_open(self) -> None:
+        if self._closed:
+            msg = "this bus is closed"
+            raise TransportError(msg)
+
+
+def _nbytes(buffer: Buffer) -> int:
+    return buffer.nbytes if type(buffer) is memoryview else len(buffer)
+
+
+def _unavailable(members: Sequence[Peer]) -> Unavailable:
+    late = [peer for peer in members if peer.state is not PeerState.READY]
+    names = ", ".join(f"{peer.name} is {peer.state.value}" for peer in late)
+    first = late[0]
+    return Unavailable(
+        f"nothing was sent: {names}",
+        role=first.name.role,
+        rank=first.name.rank,
+        outcome=OutcomeKind.NOT_EXECUTED.value,
+        reason=first.reason or "not_ready",
+        facts={str(peer.name): f"{peer.state.value}: {peer.evidence}".rstrip(": ") for peer in late},
+    )

@@ -1,0 +1,376 @@
+"""The callee's sockets: who reads which, who runs what, and how an answer finds its way back.
+
+Two ROUTERs are bound, ``main`` and ``ctl``. The *bus thread* owns ``ctl`` and answers even while the engine runs. The
+*main thread* reads ``main`` itself (``run``), so a small call changes no thread; when a call runs longer than
+``TAKEOVER_S``, the bus thread reads ``main`` too, until the call ends: arrivals are acknowledged, cancelled, fenced and
+credited in a ten-minute step. Both go through one ``protocol.callee`` core under one lock.
+
+Measured in ``docs/decisions/0003-who-drives-the-sockets.md``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgpack
+
+from zbus.clock import SYSTEM_CLOCK, Clock
+from zbus.ids import WorkerName
+from zbus.protocol.callee import Callee
+from zbus.protocol.frames import FrameError
+from zbus.protocol.messages import (
+    PROTOCOL_VERSION,
+    Buffer,
+    Buffers,
+    CancelRunning,
+    Effect,
+    Execute,
+    Header,
+    Kind,
+    SendTo,
+    Status,
+    StreamCredit,
+)
+from zbus.transport.channel import Channel
+from zbus.transport.interrupts import gate
+from zbus.transport.reactor import Reactor
+from zbus.transport.sockets import SocketFactory
+
+__all__ = ["TAKEOVER_S", "Server"]
+
+TAKEOVER_S: Final = 0.002
+"""How long a call runs before the bus thread reads the main socket for it."""
+
+_AWAKE_S: Final = 0.1
+_SLEEP_S: Final = 30.0
+_EXPIRE_EVERY_NS: Final = 50_000_000
+_NEVER: Final = 1 << 62
+
+Run = Callable[[Execute], None]
+"""Runs one request of the main lane to its end, on the main thread."""
+
+
+class Server:
+    """The bound side of a worker or an agent.
+
+    Args:
+        name: Role and rank (an agent's rank is its number).
+        incarnation: This incarnation; callers that expect another are refused.
+        factory: Socket factory.
+        lanes: Lane name to concurrency. ``main`` runs on the main thread; any other is handed to ``dispatch``.
+        dispatch: Called under the lock, on the bus thread or the main thread, with each request that does not run
+            on the main thread; must hand it on, not run it.
+        describe: Facts for WELCOME (pid, host, …): msgpack-able values.
+        on_cancel: Told of each cancel of a running request, under the lock.
+        on_credit: Told of each stream credit, under the lock.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: WorkerName,
+        incarnation: int,
+        factory: SocketFactory,
+        lanes: Mapping[str, int],
+        dispatch: Callable[[Execute], None],
+        describe: Callable[[], Mapping[str, Any]] = dict,
+        on_cancel: Callable[[CancelRunning], None] | None = None,
+        on_credit: Callable[[StreamCredit], None] | None = None,
+        guest_lanes: Sequence[str] = ("ctl",),
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self.clock = clock
+        self.lock = threading.RLock()
+        self.callee = Callee(incarnation, dict(lanes), guest_lanes=guest_lanes)
+        self._factory = factory
+        self._dispatch = dispatch
+        self._describe = describe
+        self._on_cancel = on_cancel
+        self._on_credit = on_credit
+        self._bus = Reactor(clock=clock, lock=self.lock, name="zbus-bus")
+        self._main = Reactor(clock=clock, lock=self.lock, name="zbus-main")
+        self._channels: dict[str, Channel] = {}
+        self._link_of_lane: dict[str, str] = {}
+        self._ready: deque[Execute] = deque()
+        self._busy_since: int | None = None
+        self._takeover = False
+        self._bus_awake = False
+        self._last_busy = 0.0
+        self._stopping = False
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._bus.add_ticker(self._tick)
+        self.heard_ns = 0
+
+    # -- binding -------------------------------------------------------------------------------------------------
+
+    def bind(self, link: str, endpoint: str) -> str:
+        """Bind the ROUTER of ``link`` (``main`` or ``ctl``) and return the bound endpoint.
+
+        Raises:
+            TransportError: The address cannot be bound.
+        """
+        with self.lock:
+            channel = self._channels.get(link)
+            if channel is not None:
+                return self._factory.bind(channel.socket, endpoint)
+            socket = self._factory.router("main" if link == "main" else "ctl")
+            bound = self._factory.bind(socket, endpoint)
+            reactor = self._main if link == "main" else self._bus
+            self._channels[link] = Channel(
+                reactor,
+                socket,
+                lambda header, buffers, peer: self._on_message(link, header, buffers, peer),
+                router=True,
+                on_bad=lambda error, peer: self._on_bad(link, error, peer),
+            )
+            return bound
+
+    def start(self) -> None:
+        """Start the bus thread; ``ctl`` is answered from now on."""
+        self._thread = threading.Thread(target=self._run_bus, name="zbus-bus", daemon=True)
+        self._thread.start()
+
+    # -- the main thread -----------------------------------------------------------------------------------------
+
+    def run(self, run: Run) -> None:
+        """Serve the main lane on the calling thread until ``stop``. Requests run one at a time, in order.
+
+        A signal handler may raise out of here between two requests; calling ``run`` again goes on.
+        """
+        ready = self._ready
+        main = self._main
+        while not self._stopping:
+            while ready:
+                request = ready.popleft()
+                self._begin_busy(request.arrived_ns)
+                try:
+                    run(request)
+                finally:
+                    self._end_busy()
+            if self._stopping:
+                return
+            main.once(_SLEEP_S)
+
+    def stop(self) -> None:
+        """Make ``run`` return after the current request. Any thread."""
+        self._stopping = True
+        self._main.wake()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether ``stop`` was called."""
+        return self._stopping
+
+    # -- answers -------------------------------------------------------------------------------------------------
+
+    def finish(
+        self, request: Execute, index: int, kind: Kind, status: Status, buffers: Buffers, *, chunks: int = 0
+    ) -> None:
+        """Answer call number ``index`` of a request. Any thread.
+
+        Args:
+            request: As handed out.
+            index: 0 … calls-1; each exactly once.
+            kind: RESULT, FAILURE or END.
+            status: How it ended.
+            buffers: Encoded value or exception description.
+            chunks: For END, how many items the stream had.
+        """
+        with gate, self.lock:
+            self._do(
+                self.callee.finished(
+                    request.session, request.lane, request.seq + index, kind, status, buffers,
+                    self.clock.monotonic_ns(), chunks=chunks,
+                )
+            )  # fmt: skip
+            self._check_after_send(request.lane)
+
+    def chunk(self, request: Execute, number: int, buffers: Buffers) -> None:
+        """Send item ``number`` of a stream. Any thread; the caller of this keeps to the credit."""
+        with gate, self.lock:
+            self._do(self.callee.chunk(request.session, request.lane, request.seq, number, buffers))
+            self._check_after_send(request.lane)
+
+    def open_lane(self, name: str, concurrency: int) -> None:
+        """Declare a lane (an engine's endpoints bring theirs)."""
+        with gate, self.lock:
+            self.callee.open_lane(name, concurrency)
+
+    def drain(self) -> None:
+        """Start nothing more; queued requests end as not executed."""
+        with gate, self.lock:
+            self._do(self.callee.drain())
+
+    @property
+    def running(self) -> int:
+        """Number of requests running now."""
+        with self.lock:
+            return self.callee.running
+
+    def parked(self) -> int:
+        """Number of answers that wait for their peer."""
+        with self.lock:
+            return sum(channel.parked for channel in self._channels.values())
+
+    def statistics(self) -> dict[str, int]:
+        """Return counters of refused and dropped messages."""
+        with gate, self.lock:
+            totals = {f"dropped_{why}": number for why, number in self.callee.dropped.items()}
+            for channel in self._channels.values():
+                for why, number in channel.refused.items():
+                    totals[f"refused_{why}"] = totals.get(f"refused_{why}", 0) + number
+                totals["unroutable"] = totals.get("unroutable", 0) + channel.unroutable
+            return totals
+
+    def close(self) -> None:
+        """Close the sockets and stop the bus thread. Never waits for a peer."""
+        self._stopping = True
+        self._closing = True
+        self._bus.wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+        with gate, self.lock:
+            for channel in self._channels.values():
+                channel.close()
+            self._channels.clear()
+        self._main.close()
+        self._bus.close()
+
+    # -- the bus thread ------------------------------------------------------------------------------------------
+
+    def _run_bus(self) -> None:
+        bus = self._bus
+        while not self._closing:
+            busy_since = self._busy_since
+            if busy_since is not None:
+                if self.clock.monotonic_ns() - busy_since > TAKEOVER_S * 1e9:
+                    if not self._takeover:
+                        self._take_over(busy_since)
+                    bus.once(_SLEEP_S)
+                else:
+                    bus.once(TAKEOVER_S)
+            elif time.monotonic() - self._last_busy < _AWAKE_S:
+                bus.once(TAKEOVER_S)
+            else:
+                self._bus_awake = False
+                if self._busy_since is None:  # asked again after the flag: a call that began meanwhile wakes us
+                    bus.once(_SLEEP_S)
+                self._bus_awake = True
+
+    def _begin_busy(self, since_ns: int) -> None:
+        self._busy_since = since_ns
+        if not self._bus_awake:
+            self._bus.wake()
+
+    def _end_busy(self) -> None:
+        self._busy_since = None
+        self._last_busy = time.monotonic()
+        if self._takeover:
+            with gate, self.lock:
+                self._takeover = False
+                self._bus.unregister(self._main.fileno())
+                channel = self._channels.get("main")
+                if channel is not None:
+                    channel.on_readable()
+
+    def _take_over(self, since_ns: int) -> None:
+        """Let the bus thread read ``main`` while the main thread is in a long call."""
+        with self.lock:
+            channel = self._channels.get("main")
+            if self._busy_since != since_ns or channel is None:
+                return
+            self._takeover = True
+            self._bus.register(self._main.fileno(), self._main_from_bus)
+            channel.on_readable()
+
+    def _main_from_bus(self) -> None:
+        channel = self._channels.get("main")
+        if self._takeover and channel is not None:
+            channel.on_readable()
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _on_message(self, link: str, header: Header, buffers: Sequence[Buffer], peer: bytes) -> None:
+        now = self.heard_ns = self.clock.monotonic_ns()
+        kind = header.kind
+        if kind == Kind.HELLO:
+            self._on_hello(link, header, buffers, peer, now)
+        elif kind == Kind.PING:
+            self._channels[link].send(header._replace(kind=Kind.PONG), buffers, peer)
+        elif kind == Kind.BYE:
+            if link == "ctl" or "ctl" not in self._channels:
+                self._do(self.callee.bye(header.session))
+        else:
+            self._link_of_lane[header.lane] = link
+            self._do(self.callee.receive(header, buffers, peer, now))
+            if header.budget_ms and self.callee.queued:
+                self._bus.note_due(now + _EXPIRE_EVERY_NS)
+
+    def _on_hello(self, link: str, header: Header, buffers: Sequence[Buffer], peer: bytes, now: int) -> None:
+        channel = self._channels[link]
+        try:
+            hello = msgpack.unpackb(buffers[0])
+            wanted = (hello["role"], hello["rank"])
+        except Exception:  # noqa: BLE001  # a HELLO that is not one: counted, the peer is not answered
+            self.callee.dropped["bad_hello"] = self.callee.dropped.get("bad_hello", 0) + 1
+            return
+        status, effects = self.callee.hello(header, now)
+        if wanted != self.name:
+            status = Status.FENCED_INCARNATION
+        if status is not Status.NONE:
+            channel.send(header._replace(kind=Kind.NACK, status=status, floor=self.callee.max_epoch), (), peer)
+            return
+        self._do(effects)
+        welcome = {
+            **self._describe(),
+            "role": self.name.role,
+            "rank": self.name.rank,
+            "protocol": PROTOCOL_VERSION,
+            "lanes": self.callee.lane_cursors(header.session),
+            "t_hello": hello.get("t", 0),
+            "t": now,
+        }
+        channel.send(header._replace(kind=Kind.WELCOME, incarnation=self.incarnation), (msgpack.packb(welcome),), peer)
+
+    def _on_bad(self, link: str, error: FrameError, peer: bytes) -> None:
+        """Tell a peer of another version so; it cannot know otherwise."""
+        header = Header(Kind.NACK, bytes(16), 0, self.incarnation, link, status=Status.VERSION)
+        self._channels[link].send(header, (str(error).encode(),), peer)
+
+    def _do(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if type(effect) is SendTo:
+                lane = effect.header.lane
+                channel = self._channels.get(self._link_of_lane.get(lane, "main")) or self._channels.get("ctl")
+                if channel is not None:
+                    channel.send(effect.header, effect.buffers, effect.peer)
+            elif type(effect) is Execute:
+                if effect.lane == "main":
+                    self._ready.append(effect)
+                    if self._busy_since is None and threading.current_thread() is self._thread:
+                        self._main.wake()
+                else:
+                    self._dispatch(effect)
+            elif type(effect) is CancelRunning:
+                if self._on_cancel is not None:
+                    self._on_cancel(effect)
+            elif type(effect) is StreamCredit and self._on_credit is not None:
+                self._on_credit(effect)
+
+    def _check_after_send(self, lane: str) -> None:
+        channel = self._channels.get(self._link_of_lane.get(lane, "main"))
+        if channel is not None:
+            channel.check()
+
+    def _tick(self, now: int) -> int:
+        effects = self.callee.expire(now)
+        if effects:
+            self._do(effects)
+        return now + _EXPIRE_EVERY_NS if self.callee.queued else _NEVER
