@@ -24,7 +24,7 @@ class MemoryRegistry:
     """
 
     def __init__(self, shared: MemoryRegistry | None = None) -> None:
-        self.table = shared.table if shared else _Table()
+        self.table: _Table = shared.table if shared else _Table()
         self._closed = False
 
     def claim(self, key: str, value: bytes) -> bytes:
