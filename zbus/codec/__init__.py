@@ -1,0 +1,29 @@
+"""Values to frames and back, exactly or not at all; exceptions as plain data.
+
+See ``docs/reference/codec.md`` for what is carried and how it arrives.
+"""
+
+from __future__ import annotations
+
+from zbus.codec import stdlib
+from zbus.codec.classes import register, registered
+from zbus.codec.decoder import decode
+from zbus.codec.encoder import encode
+from zbus.codec.exceptions import describe_exception, rebuild_exception, register_exception
+from zbus.codec.limits import DEFAULT_LIMITS, Limits
+from zbus.protocol.messages import Buffer
+
+__all__ = [
+    "DEFAULT_LIMITS",
+    "Buffer",
+    "Limits",
+    "decode",
+    "describe_exception",
+    "encode",
+    "rebuild_exception",
+    "register",
+    "register_exception",
+    "registered",
+]
+
+stdlib.install()

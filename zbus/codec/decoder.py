@@ -1,0 +1,312 @@
+"""Frames to values. Everything a peer may lie about is checked before memory is taken for it.
+
+msgpack's C parser calls three hooks: for ext types, for arrays and for maps. Marks are counted when they are read and
+again when an array uses them; a mark that no array used makes the message invalid.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import msgpack
+
+from zbus.codec.limits import DEFAULT_LIMITS, Limits
+from zbus.codec.wire import BIGINT, MARK, Kind, Mark
+from zbus.errors import CodecError
+from zbus.protocol.messages import Buffer
+
+__all__ = ["BUILD", "CONTAINERS", "Build", "Decoder", "decode", "exactly"]
+
+Build = Callable[[list[Any], "Decoder"], Any]
+
+_MARKS: Final = {bytes((kind,)): Mark(kind) for kind in Kind}
+_TUPLE: Final = _MARKS[bytes((Kind.TUPLE,))]
+
+# Below this size lying lengths cannot claim memory worth a second look (msgpack holds each to the body's length).
+_VERIFY_FROM: Final = 2048
+
+_NO_CONTAINER: Final = bytes(byte for byte in range(256) if not (0x80 <= byte <= 0x9F or 0xDC <= byte <= 0xDF))
+_FIELD_ERRORS: Final = "the fields of this part do not fit its kind"
+
+
+class Decoder:
+    """The state of one ``decode`` call."""
+
+    __slots__ = ("buffers", "limits", "open_marks", "owned", "used")
+
+    def __init__(self, buffers: Sequence[Buffer], limits: Limits, *, owned: bool) -> None:
+        self.buffers = buffers
+        self.limits = limits
+        self.owned = owned
+        self.open_marks = 0
+        self.used: set[int] = set()
+
+    def ext(self, code: int, data: bytes) -> Any:
+        """Turn an ext type into a mark or a big integer."""
+        if code == MARK:
+            mark = _MARKS.get(data)
+            if mark is not None:
+                self.open_marks += 1
+                return mark
+        elif code == BIGINT and data:
+            return int.from_bytes(data, "big", signed=True)
+        msg = f"unknown ext type {code} of {len(data)} bytes"
+        raise CodecError(msg)
+
+    def array(self, items: list[Any]) -> Any:
+        """Turn a marked array into what it stands for; leave a plain one."""
+        if not items:
+            return items
+        mark = items[0]
+        if mark.__class__ is not Mark:
+            return items
+        self.open_marks -= 1
+        del items[0]
+        if mark is _TUPLE:
+            return tuple(items)
+        build = BUILD.get(mark.kind) or _late(mark.kind)
+        return build(items, self)
+
+    def view(self, operand: Any, nbytes: int) -> memoryview:
+        """Return ``nbytes`` of memory that an array may keep and write to.
+
+        Args:
+            operand: Bytes from the body, or the index of a buffer, each of which may be named once.
+            nbytes: What dtype and shape demand.
+
+        Raises:
+            CodecError: Size, index or type of the operand is wrong.
+        """
+        if type(operand) is bytes:
+            data = memoryview(operand)
+        elif type(operand) is int:
+            data = self._buffer(operand)
+        else:
+            raise CodecError(_FIELD_ERRORS)
+        if data.nbytes != nbytes:
+            msg = f"an array of {nbytes:,} bytes was announced, {data.nbytes:,} bytes came"
+            raise CodecError(msg)
+        if self.owned and not data.readonly:
+            return data
+        return memoryview(bytearray(data))
+
+    def raw(self, operand: Any) -> memoryview | bytes:
+        """Return the bytes an operand names, to be copied by the caller."""
+        if type(operand) is bytes:
+            return operand
+        if type(operand) is int:
+            return self._buffer(operand)
+        raise CodecError(_FIELD_ERRORS)
+
+    def _buffer(self, index: int) -> memoryview:
+        if not 0 <= index < len(self.buffers):
+            msg = f"buffer {index} was announced, {len(self.buffers)} came"
+            raise CodecError(msg)
+        if index in self.used:
+            msg = f"buffer {index} is named twice"
+            raise CodecError(msg)
+        self.used.add(index)
+        return memoryview(self.buffers[index]).cast("B")
+
+
+def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT_LIMITS, owned: bool = False) -> Any:
+    """Return the value that ``encode`` turned into ``frames``. Any thread may call.
+
+    Arrays are always writable and nobody else's: their memory is copied out of the frames, except with ``owned``.
+
+    Args:
+        frames: ``[body, buffer 0, …]``: anything with the buffer protocol, so received frames as they are.
+        limits: Bounds of depth, counts and bytes.
+        owned: The caller gives the frames up. Arrays then live in the memory of those that are writable, uncopied.
+            Never set it for frames that are kept, sent again or decoded again.
+
+    Raises:
+        CodecError: The frames are not exactly one valid value within the limits. Nothing else escapes.
+    """
+    try:
+        body, buffers = _open(frames, limits)
+        state = Decoder(buffers, limits, owned=owned)
+        value = msgpack.unpackb(
+            body,
+            ext_hook=state.ext,
+            list_hook=state.array,
+            object_pairs_hook=_map,
+            strict_map_key=False,
+            timestamp=3,
+            max_array_len=2 * limits.items + 2,
+            max_map_len=limits.items,
+        )
+    except CodecError:
+        raise
+    except Exception as error:
+        msg = f"not a valid value: {str(error) or type(error).__name__}"
+        raise CodecError(msg) from error
+    if state.open_marks or value.__class__ is Mark:
+        msg = "not a valid value: a mark outside its place"
+        raise CodecError(msg)
+    if len(state.used) != len(buffers):
+        msg = f"{len(buffers)} buffers came, the value names {len(state.used)}"
+        raise CodecError(msg)
+    if len(body) > limits.depth and _may_be_deep(body, limits.depth) and _is_deeper(value, limits.depth):
+        msg = f"nesting is deeper than {limits.depth} levels"
+        raise CodecError(msg)
+    return value
+
+
+def _open(frames: Sequence[Buffer], limits: Limits) -> tuple[bytes, Sequence[Buffer]]:
+    """Check sizes and counts of the frames and the lengths inside the body."""
+    if not frames:
+        msg = "no body came"
+        raise CodecError(msg)
+    body = frames[0]
+    if body.__class__ is not bytes:
+        view = memoryview(body)
+        if view.nbytes > limits.body_bytes:
+            raise CodecError(_too_big(view.nbytes, limits))
+        body = bytes(view)
+    if len(body) > limits.body_bytes:
+        raise CodecError(_too_big(len(body), limits))
+    if len(body) >= _VERIFY_FROM:
+        # Lists are made at their claimed length before their items are read: nested claims would multiply. Skipping
+        # makes no lists and fails unless each claimed item is there, so the claims add up to at most the body.
+        scout = msgpack.Unpacker(max_buffer_size=len(body))
+        scout.feed(body)
+        scout.skip()
+    if len(frames) == 1:
+        return body, ()
+    buffers = frames[1:]
+    if len(buffers) > limits.buffers:
+        msg = f"{len(buffers):,} buffers came; the limit is {limits.buffers:,}"
+        raise CodecError(msg)
+    total = sum(memoryview(buffer).nbytes for buffer in buffers)
+    if total > limits.buffer_bytes:
+        msg = f"{total:,} bytes of buffers came; the limit is {limits.buffer_bytes:,}"
+        raise CodecError(msg)
+    return body, buffers
+
+
+def _too_big(size: int, limits: Limits) -> str:
+    return f"a body of {size:,} bytes came; the limit is {limits.body_bytes:,}"
+
+
+def _map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        msg = "a map holds one key twice"
+        raise CodecError(msg)
+    return made
+
+
+# -- depth ---------------------------------------------------------------------------------------------------------
+
+CONTAINERS: Final[dict[type, Callable[[Any], Iterable[Any]]]] = {
+    list: iter,
+    tuple: iter,
+    set: iter,
+    frozenset: iter,
+    collections.deque: iter,
+    dict: lambda value: itertools.chain(value.keys(), value.values()),
+    collections.OrderedDict: lambda value: itertools.chain(value.keys(), value.values()),
+}
+"""How to look into each kind of container; registered classes are added."""
+
+
+def _may_be_deep(body: bytes, depth: int) -> bool:
+    """Return False if the body holds too few container headers to be nested that deep."""
+    return len(body.translate(None, _NO_CONTAINER)) > depth
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    level = [value] if type(value) in CONTAINERS else []
+    for _ in range(depth):
+        below: list[Any] = []
+        for container in level:
+            below.extend(item for item in CONTAINERS[type(container)](container) if type(item) in CONTAINERS)
+        if not below:
+            return False
+        level = below
+    return bool(level)
+
+
+# -- builders ------------------------------------------------------------------------------------------------------
+
+
+def exactly(items: list[Any], *types: type | tuple[type, ...]) -> list[Any]:
+    """Return ``items`` if they are of exactly these types, in this order.
+
+    Raises:
+        CodecError: They are not.
+    """
+    if len(items) != len(types):
+        raise CodecError(_FIELD_ERRORS)
+    for item, allowed in zip(items, types, strict=True):
+        if type(item) not in (allowed if isinstance(allowed, tuple) else (allowed,)):
+            raise CodecError(_FIELD_ERRORS)
+    return items
+
+
+def _set(items: list[Any], _state: Decoder) -> set[Any]:
+    made = set(items)
+    if len(made) != len(items):
+        msg = "a set holds one item twice"
+        raise CodecError(msg)
+    return made
+
+
+def _frozenset(items: list[Any], state: Decoder) -> frozenset[Any]:
+    return frozenset(_set(items, state))
+
+
+def _dict(items: list[Any], _state: Decoder) -> dict[Any, Any]:
+    if len(items) % 2:
+        raise CodecError(_FIELD_ERRORS)
+    return _map(list(zip(items[::2], items[1::2], strict=True)))
+
+
+def _ordered_dict(items: list[Any], state: Decoder) -> collections.OrderedDict[Any, Any]:
+    return collections.OrderedDict(_dict(items, state))
+
+
+def _deque(items: list[Any], _state: Decoder) -> collections.deque[Any]:
+    if not items or type(items[0]) not in (int, type(None)):
+        raise CodecError(_FIELD_ERRORS)
+    maxlen = items[0]
+    if maxlen is not None and len(items) - 1 > maxlen:
+        raise CodecError(_FIELD_ERRORS)
+    return collections.deque(items[1:], maxlen)
+
+
+def _bytes(items: list[Any], state: Decoder) -> bytes:
+    return bytes(state.raw(exactly(items, int)[0]))
+
+
+def _bytearray(items: list[Any], state: Decoder) -> bytearray:
+    return bytearray(state.raw(exactly(items, (int, bytes))[0]))
+
+
+BUILD: Final[dict[int, Build]] = {
+    Kind.SET: _set,
+    Kind.FROZENSET: _frozenset,
+    Kind.DICT: _dict,
+    Kind.ORDERED_DICT: _ordered_dict,
+    Kind.DEQUE: _deque,
+    Kind.BYTES: _bytes,
+    Kind.BYTEARRAY: _bytearray,
+}
+"""How the operands of each kind become a value. Other modules of the codec add theirs."""
+
+
+def _late(kind: Kind) -> Build:
+    """Return a builder whose module is imported only now, when a value of its kind has come."""
+    if kind >= Kind.TENSOR:
+        from zbus.codec import tensors  # torch is imported by the first tensor, not before
+
+        tensors.install()
+    elif kind >= Kind.NDARRAY:
+        from zbus.codec import arrays  # numpy is imported by the first array, not before
+
+        arrays.install()
+    return BUILD[kind]
