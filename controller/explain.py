@@ -50,16 +50,15 @@ TEXTS: Final[dict[str, Explanation]] = {
             "The root cannot be written.",
         ),
         (
-            "Change the place that `from` names. A later source hides an earlier one: overrides and options, then "
-            "environment, then config files, then your own defaults file.",
+            "Change the place that `from` names: overrides and options win over the environment, that over files.",
             "The config as it was understood stands in the trial's config.yaml, with the origin of each value.",
         ),
     ),
     "ZB0201": Explanation(
         "workers did not become ready in time",
         3,
-        "The start deadline (scheduler.startup_timeout) passed, or a start step failed. Each missing rank is named with "
-        "the phase it was in. Everything that had been started was stopped.",
+        "The start deadline (scheduler.startup_timeout) passed, or a start step failed. Each missing rank is named "
+        "with the phase it was in. Everything that had been started was stopped.",
         (
             "The engine's setup takes longer than the deadline (large imports, a slow file system).",
             "With scheduler.type=external: an agent was not started, or with another --trial-dir.",

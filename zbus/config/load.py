@@ -72,6 +72,7 @@ def load_config(
     env: Mapping[str, str] | None = None,
     data: object = None,
     user_config: bool = True,
+    complete: bool = True,
 ) -> Resolved:
     """Read all sources, later over earlier: defaults, user config, files, ``data``, environment, overrides.
 
@@ -81,6 +82,7 @@ def load_config(
         env: Environment to read; ``os.environ`` if None.
         data: A mapping, dataclass, ``Config``, or an object with ``model_dump()``, from the Python API.
         user_config: Whether ``$XDG_CONFIG_HOME/zbus/config.{toml,yaml}`` is read.
+        complete: Whether every role must name its engine; not so where a script declares the roles.
 
     Raises:
         ConfigError: A source cannot be read, a key is unknown, or a value does not fit; says where it stands.
@@ -104,6 +106,8 @@ def load_config(
     config = msgspec.convert(tree, Config)
     directory = Path(names_of_files[-1]).resolve().parent if names_of_files else None
     origins = {dotted(path): origin for path, origin in merged.origins.items()}
+    if complete:
+        _require_engines(config, origins)
     return Resolved(_finish(config, origins, directory), origins, directory)
 
 
@@ -204,10 +208,6 @@ def _check_struct(value: Any, cls: type[Struct], path: KeyPath, merged: _Merged)
     for key in value:
         if key not in hints:
             raise _unknown((*path, key), merged)
-    for info in msgspec.structs.fields(cls):
-        if info.required and info.name not in value:
-            msg = f"config key `{dotted((*path, info.name))}` is missing"
-            raise ConfigError(msg, facts={"from": _where(path, merged)}, hint=_example(info.name, path, merged))
     return {key: _check(item, hints[key], (*path, key), merged) for key, item in value.items()}
 
 
@@ -218,14 +218,6 @@ def _unit(hint: Any) -> str | None:
                 unit = extra.extra.get("unit")
                 return unit if isinstance(unit, str) else None
     return None
-
-
-def _example(name: str, path: KeyPath, merged: _Merged) -> str | None:
-    if name != "engine":
-        return None
-    others = [role for role in merged.tree.get("roles", {}) if role != path[-1]]
-    near = difflib.get_close_matches(path[-1], others, 1)
-    return f"did you mean `roles.{near[0]}`?" if near else f"add {dotted((*path, name))}=package.module:Class"
 
 
 def _where(path: KeyPath, merged: _Merged) -> str:
@@ -307,6 +299,18 @@ def _finish(config: Config, origins: Mapping[str, str], directory: Path | None) 
     return msgspec.structs.replace(config, roles=roles)
 
 
+def _require_engines(config: Config, origins: Mapping[str, str]) -> None:
+    for name, role in config.roles.items():
+        if not role.engine:
+            near = difflib.get_close_matches(name, [other for other, r in config.roles.items() if r.engine], 1)
+            msg = f"config key `roles.{name}.engine` is missing"
+            raise ConfigError(
+                msg,
+                facts={"from": _first_origin(f"roles.{name}", origins)},
+                hint=f"did you mean `roles.{near[0]}`?" if near else f"add roles.{name}.engine=package.module:Class",
+            )
+
+
 def _finish_role(name: str, role: RoleConfig, origins: Mapping[str, str], directory: Path | None) -> RoleConfig:
     size = 1
     for axis in role.mesh.values():
@@ -317,8 +321,10 @@ def _finish_role(name: str, role: RoleConfig, origins: Mapping[str, str], direct
         msg = f"role `{name}` has {replicas} replicas, but its mesh ({shape}) needs {size}"
         raise ConfigError(
             msg,
-            facts={"from": origins.get(f"roles.{name}.replicas", "default")},
-            hint=f"set roles.{name}.replicas={size} or change roles.{name}.mesh",
+            facts={
+                "from": _first_origin(f"roles.{name}.{'replicas' if role.replicas is not None else 'mesh'}", origins)
+            },
+            hint=_fit_mesh(name, role.mesh, replicas, size),
         )
     engine, sys_path = role.engine, list(role.sys_path)
     base = directory or Path.cwd()
@@ -329,7 +335,7 @@ def _finish_role(name: str, role: RoleConfig, origins: Mapping[str, str], direct
             msg = f"engine file of role `{name}` does not exist: {file}"
             raise ConfigError(msg, facts={"from": origins.get(f"roles.{name}.engine", "default")})
         engine, sys_path = f"{file.stem}:{match['name']}", [str(file.parent), *sys_path]
-    elif not _ENGINE.fullmatch(engine):
+    elif engine and not _ENGINE.fullmatch(engine):
         msg = f"engine of role `{name}` is not of the form module:Class: {engine!r}"
         raise ConfigError(msg, facts={"from": origins.get(f"roles.{name}.engine", "default")})
     if directory is not None and str(directory) not in sys_path:
@@ -337,12 +343,22 @@ def _finish_role(name: str, role: RoleConfig, origins: Mapping[str, str], direct
     return msgspec.structs.replace(role, replicas=replicas, engine=engine, sys_path=sys_path)
 
 
+def _fit_mesh(name: str, mesh: Mapping[str, int], replicas: int, size: int) -> str:
+    if len(mesh) == 1:
+        return f"set roles.{name}.mesh.{next(iter(mesh))}={replicas} too, or roles.{name}.replicas={size}"
+    return f"set roles.{name}.replicas={size} or change roles.{name}.mesh"
+
+
+def _first_origin(key: str, origins: Mapping[str, str]) -> str:
+    """Return the origin of a key or of the first one below it."""
+    return origins.get(key) or next((o for k, o in origins.items() if k.startswith(f"{key}.")), "default")
+
+
 def _named(value: str, what: str, key: str, origins: Mapping[str, str]) -> None:
     try:
         names.check(value, what)
     except ConfigError as error:
-        where = origins.get(key) or next((o for k, o in origins.items() if k.startswith(f"{key}.")), "default")
-        error.facts["from"] = where
+        error.facts["from"] = _first_origin(key, origins)
         raise
 
 

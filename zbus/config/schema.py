@@ -40,7 +40,7 @@ class RoleConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """One role: what its ranks run and what they need.
 
     Attributes:
-        engine: ``module:Class``, or ``file.py:Class`` relative to the config file.
+        engine: ``module:Class``, or ``file.py:Class`` relative to the config file. Empty only where a script names it.
         replicas: World size; the product of ``mesh`` or 1 where not given.
         args, kwargs: Arguments of the engine class.
         mesh: Axis name to size, in row-major order; their product is the world size.
@@ -57,7 +57,7 @@ class RoleConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         orphans: What ranks do without a controller: exit, or wait for the next one.
     """
 
-    engine: str
+    engine: str = ""
     replicas: Positive | None = None
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
