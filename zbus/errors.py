@@ -221,9 +221,18 @@ class CallError(ZbusError):
 
 
 class RemoteError(CallError):
-    """The engine raised. Where the original class is a builtin, the instance is of that class too."""
+    """The engine raised. Where the original class is a builtin, the instance is of that class too.
+
+    Attributes:
+        remote_type: Name of the original class, such as ``ValueError``.
+        remote_module: The module it was defined in.
+        remote_message: Its text, without the place that ``str()`` adds.
+    """
 
     code = "ZB0401"
+    remote_type: str = ""
+    remote_module: str = ""
+    remote_message: str = ""
 
 
 class CallTimeout(CallError):
@@ -280,9 +289,7 @@ class BatchError(ExceptionGroup[Exception]):
     root: Exception
     collateral: tuple[Exception, ...]
 
-    def __new__(
-        cls, message: str, errors: Sequence[Exception], results: Mapping[int, Any] | None = None
-    ) -> BatchError:
+    def __new__(cls, message: str, errors: Sequence[Exception], results: Mapping[int, Any] | None = None) -> BatchError:
         """Build from errors ordered root first."""
         self = super().__new__(cls, message, errors)
         self.results = dict(results or {})

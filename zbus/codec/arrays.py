@@ -159,8 +159,9 @@ def _build_scalar(items: list[Any], _state: Decoder) -> np.generic:
     if len(data) != dtype.itemsize:
         msg = "a numpy scalar came with the wrong number of bytes"
         raise CodecError(msg)
-    holder: np.ndarray[Any, Any] = np.ndarray((), dtype, buffer=data)
-    return holder[()]  # type: ignore[no-any-return]  # an empty index reads the scalar
+    holder: Any = np.ndarray((), dtype, buffer=data)
+    scalar: np.generic = holder[()]
+    return scalar
 
 
 def _build_text(items: list[Any], _state: Decoder) -> np.str_ | np.bytes_:

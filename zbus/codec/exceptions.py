@@ -23,7 +23,7 @@ from zbus.errors import CodecError, RemoteError
 
 __all__ = ["describe_exception", "rebuild_exception", "register_exception"]
 
-_E = TypeVar("_E", bound=type[Exception])
+_E = TypeVar("_E", bound=type[BaseException])
 _T = TypeVar("_T")
 
 _REBUILT: Final[dict[str, type[Exception]]] = {
@@ -90,9 +90,9 @@ def _full_name(cls: type) -> str:
 def describe_exception(exc: BaseException, *, limit: int = 65_536) -> dict[str, Any]:
     """Return ``exc`` as plain data. Never raises; any thread may call.
 
-    Keys: ``type``, ``module``, ``builtin`` (nearest builtin class that can be rebuilt, or ``""``), ``tag``, ``message``,
-    ``args`` and ``attrs`` (encoded apart, or None), ``notes``, ``traceback`` (text, with causes), ``frames``
-    (``[file, line, function]``), ``os``, ``name``, ``cause``, ``context``, ``members``.
+    Keys: ``type``, ``module``, ``builtin`` (nearest builtin class that can be rebuilt, or ``""``), ``tag``,
+    ``message``, ``args`` and ``attrs`` (encoded apart, or None), ``notes``, ``traceback`` (text, with causes),
+    ``frames`` (``[file, line, function]``), ``os``, ``name``, ``cause``, ``context``, ``members``.
 
     Args:
         exc: Any exception, ``SystemExit`` and its like included.
@@ -257,7 +257,10 @@ def rebuild_exception(
 
     Args:
         desc: What ``describe_exception`` returned.
-        role, rank, host, pid: The worker.
+        role: Role of the worker.
+        rank: Its rank.
+        host: Its host.
+        pid: Its process.
         method: Endpoint name.
         attempts: How many times the request was transmitted.
         log_tail: Last lines of the worker's log, oldest first.

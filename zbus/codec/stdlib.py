@@ -131,8 +131,9 @@ def _timezone(items: list[Any], _state: Decoder) -> dt.timezone:
 
 
 def _datetime(items: list[Any], _state: Decoder) -> dt.datetime:
-    *numbers, fold, zone = exactly(items, *(int,) * 8, (dt.timezone, type(None)))
-    return dt.datetime(*numbers, zone, fold=fold)
+    *_, fold, zone = exactly(items, *(int,) * 8, (dt.timezone, type(None)))
+    year, month, day, hour, minute, second, microsecond = items[:7]
+    return dt.datetime(year, month, day, hour, minute, second, microsecond, tzinfo=zone, fold=fold)
 
 
 def _date(items: list[Any], _state: Decoder) -> dt.date:
@@ -140,8 +141,8 @@ def _date(items: list[Any], _state: Decoder) -> dt.date:
 
 
 def _time(items: list[Any], _state: Decoder) -> dt.time:
-    *numbers, fold, zone = exactly(items, *(int,) * 5, (dt.timezone, type(None)))
-    return dt.time(*numbers, zone, fold=fold)
+    hour, minute, second, microsecond, fold, zone = exactly(items, *(int,) * 5, (dt.timezone, type(None)))
+    return dt.time(hour, minute, second, microsecond, tzinfo=zone, fold=fold)
 
 
 def _timedelta(items: list[Any], _state: Decoder) -> dt.timedelta:
