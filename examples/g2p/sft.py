@@ -6,9 +6,12 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import data
+
+if TYPE_CHECKING:
+    from controller.run import Run
 
 __all__ = ["learning_rate", "main"]
 
@@ -16,12 +19,11 @@ KEEP = 2
 """Checkpoints kept: the newest, and the one before in case someone is reading it."""
 
 
-def main(run: Any) -> dict[str, float]:
+def main(run: Run) -> dict[str, float]:
     """Train, keep checkpoints, and judge on held-out words.
 
     Args:
-        run: The trial: ``bus``, ``config`` (the ``params`` of the config file), ``resume``, ``trial_dir``,
-            ``progress``.
+        run: The trial: its bus, the ``params`` of the config file, whether to resume, its directory, a progress line.
 
     Returns:
         The metrics of ``summary.json``.
