@@ -5,24 +5,12 @@ Pure: no clocks, threads or sockets. The owner guards it with a lock; every meth
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from zbus.protocol.messages import Outcome, OutcomeKind
 
-__all__ = ["BatchSlots", "Failure", "Progress", "StrictRun", "causes"]
-
-
-class Progress(enum.Enum):
-    """How far a call has come on one worker, as far as the caller knows."""
-
-    ANSWERED = "answered"
-    RUNNING = "running"
-    ARRIVED = "arrived, not started"
-    NOT_ARRIVED = "not arrived"
-    DEAD = "dead"
-    UNKNOWN = "no answer yet"
+__all__ = ["BatchSlots", "Failure", "StrictRun", "causes"]
 
 
 class Failure(NamedTuple):
@@ -62,15 +50,6 @@ class BatchSlots:
         self._open_calls[call] -= 1
         self._arrivals.append((member, call))
         return True
-
-    def reopen(self, member: int, call: int) -> Outcome | None:
-        """Empty a slot for a second execution and return what it held."""
-        outcome, self._slots[call][member] = self._slots[call][member], None
-        if outcome is not None:
-            self._open += 1
-            self._open_calls[call] += 1
-            self._arrivals.remove((member, call))
-        return outcome
 
     def outcome(self, member: int, call: int) -> Outcome | None:
         """Return what a slot holds."""

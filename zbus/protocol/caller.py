@@ -351,12 +351,15 @@ class CallerLane:
         """Return the monotonic time of the next needed ``on_timer``; a far future when none is."""
         return self._next_due
 
-    def whereabouts(self, seq: int) -> str:
-        """Say in words where the request is that holds ``seq``, as far as is known here."""
+    def remote(self, seq: int) -> tuple[Status, int]:
+        """Return the callee's last word on the request that holds ``seq`` and when it first said so (0: never).
+
+        OK stands for answered, NONE for no word.
+        """
         for request in self._order:
             if request.seq <= seq < request.seq + request.calls:
-                return self._whereabouts(request)
-        return "answered" if seq < self._next_seq else "not placed"
+                return Status(request.remote), request.remote_since_ns
+        return (Status.OK if seq < self._next_seq else Status.NONE), 0
 
     def validate(self) -> None:
         """Raise AssertionError when an invariant of this machine is broken; for tests and simulation."""

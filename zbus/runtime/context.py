@@ -1,0 +1,137 @@
+"""What an engine is told about its place: rank, mesh, ports, tracer; and torch's process group without guessed ports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zbus.engine import Mesh
+from zbus.errors import ConfigError
+
+if TYPE_CHECKING:
+    import socket
+
+__all__ = ["Context"]
+
+
+@dataclass
+class Context:
+    """Handed to ``Engine.setup`` on the worker's main thread.
+
+    Attributes:
+        role, rank, world_size, local_rank: Its place, as torchrun names them.
+        mesh: Named axes of the group.
+        start: 0 for the first start of this rank.
+        incarnation: Identity of this start.
+        trial_dir: The trial directory.
+        ports: Extra ports held for this rank (``port_count`` of its role); ``socket(i)`` hands the i-th over.
+        env: The process's environment.
+    """
+
+    role: str
+    rank: int
+    world_size: int
+    mesh: Mesh
+    local_rank: int = 0
+    start: int = 0
+    incarnation: int = 0
+    trial_dir: Path = field(default_factory=Path)
+    ports: Sequence[int] = ()
+    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    tracer: Any = None
+    listen_fds: Sequence[int] = ()
+    torch_store_fd: int | None = None
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    _store: Any = None
+
+    @property
+    def coords(self) -> dict[str, int]:
+        """Position of this rank on each mesh axis."""
+        return self.mesh.coords(self.rank)
+
+    def port(self, index: int = 0) -> int:
+        """Return extra port number ``index``: bound and listening already, so nobody else can take it.
+
+        Raises:
+            ConfigError: The role asked for fewer ports.
+        """
+        if not 0 <= index < len(self.ports):
+            msg = f"{self.role}/{self.rank} has {len(self.ports)} extra ports, not {index + 1}"
+            raise ConfigError(msg, hint=f"set roles.{self.role}.ports={index + 1}")
+        return self.ports[index]
+
+    def socket(self, index: int = 0) -> socket.socket:
+        """Return the listening socket of ``port(index)``; the caller owns it.
+
+        Raises:
+            ConfigError: The role asked for fewer ports, or runs without an agent (inline).
+        """
+        import socket
+
+        self.port(index)
+        if index >= len(self.listen_fds):
+            msg = "this context holds no sockets: they come from the agent, and this engine runs without one"
+            raise ConfigError(msg)
+        return socket.socket(fileno=os.dup(self.listen_fds[index]))
+
+    def init_torch(self, backend: str = "gloo", *, timeout_s: float = 120.0) -> None:
+        """Initialise torch.distributed over the ranks of this group; call on every rank, on the main thread.
+
+        Rank 0 hosts the store on a socket that was bound and listening before any rank started, so no port is guessed
+        and no rank can be early. Each generation of a group (a restart of all) has a store of its own.
+
+        Args:
+            backend: ``gloo``, ``nccl`` or a torch backend string such as ``cpu:gloo,cuda:nccl``.
+            timeout_s: Limit for joining, and for each collective.
+
+        Raises:
+            ConfigError: torch is not installed.
+            torch.distributed.DistError: A rank did not join in time.
+        """
+        try:
+            import torch.distributed as dist
+        except ImportError as error:
+            msg = f"{self.role}/{self.rank} asked for torch, which is not installed here"
+            raise ConfigError(msg, hint="pip install 'zbus-runtime[torch]' where the workers run") from error
+        import datetime
+
+        if dist.is_initialized():
+            return
+        timeout = datetime.timedelta(seconds=timeout_s)
+        if "gloo" in backend and self.master_addr in ("127.0.0.1", "localhost", "::1"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if self.world_size == 1 and self.torch_store_fd is None:
+            store: Any = dist.HashStore()
+        else:
+            store = dist.TCPStore(
+                host_name=self.master_addr,
+                port=self.master_port,
+                world_size=self.world_size,
+                is_master=self.rank == 0,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=None if self.torch_store_fd is None or self.rank else os.dup(self.torch_store_fd),
+                use_libuv=True,
+            )
+        self._store = store
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"zbus/{self.role}", store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+        )
+
+    def close(self) -> None:
+        """Leave the torch process group, if one was joined."""
+        if self._store is None:
+            return
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._store = None

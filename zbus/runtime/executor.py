@@ -1,0 +1,391 @@
+"""Runs requests: finds the method, decodes, runs, encodes, answers, records the span. Knows no sockets.
+
+Where a request runs is declared by its lane, never guessed from its arguments: ``main`` on the worker's main thread,
+lanes with async endpoints on one event loop in a second thread, other lanes on a pool of their own, ``ctl`` on a small
+pool that runs only the bus's own methods.
+
+An exception of a method, whatever it is (``SystemExit``, one whose ``repr`` raises), becomes the call's outcome; the
+worker lives on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import inspect
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, Protocol
+
+from zbus.codec import decode, encode
+from zbus.codec.exceptions import describe_exception
+from zbus.engine import EndpointSpec, Engine
+from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Status, StreamCredit
+from zbus.trace.tracer import get_tracer
+
+__all__ = ["STREAM_WINDOW", "Answers", "Builtin", "CurrentCall", "Executor"]
+
+STREAM_WINDOW: Final = 64
+"""Items a stream may run ahead of what its caller has taken."""
+
+Builtin = Callable[..., Any]
+
+
+class Answers(Protocol):
+    """Where answers go: ``transport.server.Server``, or a stand-in."""
+
+    def finish(
+        self, request: Execute, index: int, kind: Kind, status: Status, buffers: Buffers, *, chunks: int = 0
+    ) -> None:
+        """Answer call number ``index`` of a request."""
+
+    def chunk(self, request: Execute, number: int, buffers: Buffers) -> None:
+        """Send one item of a stream."""
+
+
+class CurrentCall:
+    """The call that a lane runs now, for status and death reports."""
+
+    __slots__ = ("lane", "method", "seq", "since_ns")
+
+    def __init__(self, lane: str, method: str, seq: int) -> None:
+        self.lane = lane
+        self.method = method
+        self.seq = seq
+        self.since_ns = time.monotonic_ns()
+
+
+class _Stream:
+    """Credit of one running stream; waits on the thread or the loop that produces it."""
+
+    __slots__ = ("acked", "event", "loop", "loop_event")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        self.acked = 0
+        self.loop = loop
+        self.event = threading.Event()
+        self.loop_event = asyncio.Event() if loop is not None else None
+
+    def grant(self, acked: int) -> None:
+        self.acked = acked
+        if self.loop is not None and self.loop_event is not None:
+            self.loop.call_soon_threadsafe(self.loop_event.set)
+        else:
+            self.event.set()
+
+
+class Executor:
+    """Runs requests for one engine. ``run_main`` belongs to the main thread; the rest may come from any thread.
+
+    Args:
+        name: ``role/rank``, for spans and messages.
+        incarnation: Of this worker.
+        answers: Where answers go.
+        builtins: The bus's own methods by full name (``zbus.ping`` …).
+    """
+
+    def __init__(self, *, name: str, incarnation: int, answers: Answers, builtins: Mapping[str, Builtin]) -> None:
+        self.name = name
+        self.incarnation = incarnation
+        self._answers = answers
+        self._builtins = dict(builtins)
+        self._engine: Engine | None = None
+        self._table: dict[str, EndpointSpec] = {}
+        self._async_lanes: frozenset[str] = frozenset()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pools: dict[str, ThreadPoolExecutor] = {"ctl": ThreadPoolExecutor(4, "zbus-ctl")}
+        self._tasks: dict[tuple[bytes, str, int], asyncio.Task[None]] = {}
+        self._streams: dict[tuple[bytes, str, int], _Stream] = {}
+        self._current: dict[int, CurrentCall] = {}
+        self.done = 0
+        self.failed = 0
+
+    # -- the engine ----------------------------------------------------------------------------------------------
+
+    def install(self, engine: Engine, table: Mapping[str, EndpointSpec]) -> None:
+        """Serve ``engine`` from now on. Main thread."""
+        self._table = dict(table)
+        self._async_lanes = frozenset(spec.lane for spec in table.values() if spec.is_async)
+        if self._async_lanes and self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._run_loop, name="zbus-async", daemon=True).start()
+        self._engine = engine
+
+    def remove(self) -> Engine | None:
+        """Serve no engine any more and return the one that was. Main thread."""
+        engine, self._engine = self._engine, None
+        self._table = {}
+        return engine
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine served now."""
+        return self._engine
+
+    def current_calls(self) -> list[dict[str, Any]]:
+        """Return what runs now: method, lane, seq, age in seconds; oldest first."""
+        now = time.monotonic_ns()
+        calls = sorted(self._current.copy().values(), key=lambda call: call.since_ns)
+        return [
+            {"method": c.method, "lane": c.lane, "seq": c.seq, "age_s": round((now - c.since_ns) / 1e9, 3)}
+            for c in calls
+        ]
+
+    # -- where requests arrive -----------------------------------------------------------------------------------
+
+    def run_main(self, request: Execute) -> None:
+        """Run a request of the main lane to its end."""
+        self._run(request)
+
+    def dispatch(self, request: Execute) -> None:
+        """Hand a request of another lane to where it runs. Quick; called under the server's lock."""
+        lane = request.lane
+        if lane in self._async_lanes and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._start_task, request)
+            return
+        pool = self._pools.get(lane)
+        if pool is None:
+            widest = max((s.concurrency or 1 for s in self._table.values() if s.lane == lane), default=1)
+            pool = self._pools[lane] = ThreadPoolExecutor(widest, f"zbus-{lane}")
+        pool.submit(self._run, request)
+
+    def cancel(self, effect: CancelRunning) -> None:
+        """Cancel a running async request; a sync one runs on (cooperative cancel is the method's business)."""
+        task = self._tasks.get((effect.session, effect.lane, effect.seq))
+        if task is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(task.cancel)
+
+    def credit(self, effect: StreamCredit) -> None:
+        """Let a stream run on."""
+        stream = self._streams.get((effect.session, effect.lane, effect.seq))
+        if stream is not None:
+            stream.grant(effect.acked)
+
+    def close(self) -> None:
+        """Stop the pools and the loop without waiting for what still runs."""
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    # -- running, sync -------------------------------------------------------------------------------------------
+
+    def _run(self, request: Execute) -> None:
+        started = time.monotonic_ns()
+        calls = self._decode(request)
+        if calls is None:
+            return
+        decoded = time.monotonic_ns()
+        poisoned = False
+        for index, (method, args, kwargs) in enumerate(calls):
+            if poisoned:
+                self._answers.finish(request, index, Kind.FAILURE, Status.PREDECESSOR, ())
+                continue
+            ok = self._run_one(request, index, method, args, kwargs, started, decoded)
+            poisoned = request.strict and not ok
+            started = decoded = time.monotonic_ns()
+
+    def _run_one(  # noqa: PLR0917  # private, one caller, hot path
+        self, request: Execute, index: int, method: Any, args: Any, kwargs: Any, started: int, decoded: int
+    ) -> bool:
+        seq = request.seq + index
+        key = threading.get_ident()
+        self._current[key] = CurrentCall(request.lane, method, seq)
+        try:
+            function = self._resolve(request.lane, method)
+            value = function(*args, **kwargs)
+            if inspect.isgenerator(value):
+                return self._stream_sync(request, method, value, started, decoded)
+            ended = time.monotonic_ns()
+            frames = encode(value, snapshot=True)
+        except BaseException as error:  # noqa: BLE001  # whatever a method raises is its call's outcome
+            self._fail(request, index, method, error, started, decoded)
+            return False
+        finally:
+            self._current.pop(key, None)
+        self._answers.finish(request, index, Kind.RESULT, Status.OK, frames)
+        self._record(request, seq, method, started, decoded, ended, "OK")
+        self.done += 1
+        return True
+
+    def _stream_sync(self, request: Execute, method: str, items: Iterator[Any], started: int, decoded: int) -> bool:
+        key = (request.session, request.lane, request.seq)
+        stream = self._streams[key] = _Stream(None)
+        number = 0
+        try:
+            for item in items:
+                while number >= stream.acked + STREAM_WINDOW:
+                    stream.event.clear()
+                    if number >= stream.acked + STREAM_WINDOW:
+                        stream.event.wait(1.0)
+                self._answers.chunk(request, number, encode(item, snapshot=True))
+                number += 1
+        except BaseException as error:  # noqa: BLE001  # as in _run_one
+            self._fail(request, 0, method, error, started, decoded, chunks=number, kind=Kind.END)
+            return False
+        finally:
+            del self._streams[key]
+        self._answers.finish(request, 0, Kind.END, Status.OK, encode(None), chunks=number)
+        self._record(request, request.seq, method, started, decoded, time.monotonic_ns(), "OK")
+        self.done += 1
+        return True
+
+    # -- running, async ------------------------------------------------------------------------------------------
+
+    def _run_loop(self) -> None:
+        loop = self._loop
+        if loop is not None:
+            asyncio.set_event_loop(loop)
+            loop.run_forever()
+
+    def _start_task(self, request: Execute) -> None:
+        loop = self._loop
+        if loop is None:
+            return
+        task = loop.create_task(self._run_async(request), name=f"{request.lane}.{request.seq}")
+        key = (request.session, request.lane, request.seq)
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+
+    async def _run_async(self, request: Execute) -> None:
+        started = time.monotonic_ns()
+        calls = self._decode(request)
+        if calls is None:
+            return
+        decoded = time.monotonic_ns()
+        poisoned = False
+        for index, (method, args, kwargs) in enumerate(calls):
+            if poisoned:
+                self._answers.finish(request, index, Kind.FAILURE, Status.PREDECESSOR, ())
+                continue
+            ok = await self._run_one_async(request, index, method, args, kwargs, started, decoded)
+            poisoned = request.strict and not ok
+            started = decoded = time.monotonic_ns()
+
+    async def _run_one_async(  # noqa: PLR0917  # private, one caller
+        self, request: Execute, index: int, method: Any, args: Any, kwargs: Any, started: int, decoded: int
+    ) -> bool:
+        seq = request.seq + index
+        call = CurrentCall(request.lane, method, seq)
+        self._current[id(call)] = call
+        try:
+            function = self._resolve(request.lane, method)
+            spec = self._table.get(method)
+            if spec is not None and not spec.is_async:
+                loop = asyncio.get_running_loop()
+                value = await loop.run_in_executor(None, lambda: function(*args, **kwargs))
+            else:
+                value = function(*args, **kwargs)
+                if inspect.isasyncgen(value):
+                    return await self._stream_async(request, method, value, started, decoded)
+                value = await value
+            ended = time.monotonic_ns()
+            frames = encode(value, snapshot=True)
+        except BaseException as error:  # noqa: BLE001  # as in _run_one; a cancel is an outcome too
+            self._fail(request, index, method, error, started, decoded)
+            return False
+        finally:
+            self._current.pop(id(call), None)
+        self._answers.finish(request, index, Kind.RESULT, Status.OK, frames)
+        self._record(request, seq, method, started, decoded, ended, "OK")
+        self.done += 1
+        return True
+
+    async def _stream_async(self, request: Execute, method: str, items: Any, started: int, decoded: int) -> bool:
+        key = (request.session, request.lane, request.seq)
+        stream = self._streams[key] = _Stream(self._loop)
+        number = 0
+        try:
+            async for item in items:
+                while number >= stream.acked + STREAM_WINDOW and stream.loop_event is not None:
+                    stream.loop_event.clear()
+                    if number >= stream.acked + STREAM_WINDOW:
+                        await stream.loop_event.wait()
+                self._answers.chunk(request, number, encode(item, snapshot=True))
+                number += 1
+        except BaseException as error:  # noqa: BLE001  # as in _run_one
+            self._fail(request, 0, method, error, started, decoded, chunks=number, kind=Kind.END)
+            return False
+        finally:
+            del self._streams[key]
+        self._answers.finish(request, 0, Kind.END, Status.OK, encode(None), chunks=number)
+        self._record(request, request.seq, method, started, decoded, time.monotonic_ns(), "OK")
+        self.done += 1
+        return True
+
+    # -- shared --------------------------------------------------------------------------------------------------
+
+    def _decode(self, request: Execute) -> list[Any] | None:
+        """Return the calls of a request, or answer all of them with the reason why it cannot be read."""
+        try:
+            calls = decode(request.buffers)
+            if len(calls) != request.calls or any(len(call) != 3 for call in calls):  # noqa: PLR2004  # [method, args, kwargs]
+                msg = f"a request of {request.calls} calls holds {len(calls)}"
+                raise ValueError(msg)
+        except Exception as error:  # noqa: BLE001  # a body that is not one: the caller's fault, told to the caller
+            for index in range(request.calls):
+                self._fail(request, index, "?", error, time.monotonic_ns(), 0)
+            return None
+        return list(calls)
+
+    def _resolve(self, lane: str, method: Any) -> Callable[..., Any]:
+        if type(method) is not str:
+            msg = f"a method name is text, not {type(method).__name__}"
+            raise TypeError(msg)
+        if method.startswith("zbus."):
+            builtin = self._builtins.get(f"{lane}:{method}")
+            if builtin is None:
+                msg = f"{self.name} has no method {method!r} on lane {lane!r}"
+                raise AttributeError(msg)
+            return builtin
+        spec = self._table.get(method)
+        if spec is None or spec.lane != lane:
+            raise AttributeError(self._missing(method, spec, lane))
+        function: Callable[..., Any] = getattr(self._engine, method)
+        return function
+
+    def _missing(self, method: str, spec: EndpointSpec | None, lane: str) -> str:
+        if spec is not None:
+            return f"endpoint {method!r} of {self.name} is on lane {spec.lane!r}, not {lane!r}"
+        if self._engine is None:
+            return f"{self.name} has no engine yet"
+        near = difflib.get_close_matches(method, self._table, n=1)
+        hint = f"; did you mean `{near[0]}`?" if near else ""
+        return f"engine {type(self._engine).__name__} of {self.name} has no endpoint {method!r}{hint}"
+
+    def _fail(  # noqa: PLR0917  # private
+        self,
+        request: Execute,
+        index: int,
+        method: Any,
+        error: BaseException,
+        started: int,
+        decoded: int,
+        *,
+        chunks: int = 0,
+        kind: Kind = Kind.FAILURE,
+    ) -> None:
+        ended = time.monotonic_ns()
+        self.failed += 1
+        frames = encode(describe_exception(error))
+        self._answers.finish(request, index, kind, Status.APP_ERROR, frames, chunks=chunks)
+        self._record(request, request.seq + index, str(method), started, decoded, ended, "APP_ERROR")
+        try:
+            print(f"zbus: {self.name} {method!r} raised:", file=sys.stderr)  # noqa: T201  # stderr is the worker's log
+            traceback.print_exception(error)
+        except BaseException:  # noqa: BLE001  # a repr or str that raises: the log has what was written so far
+            print("  (its text cannot be shown)", file=sys.stderr)  # noqa: T201  # as above
+
+    def _record(  # noqa: PLR0917  # private, hot path
+        self, request: Execute, seq: int, method: str, started: int, decoded: int, ended: int, outcome: str
+    ) -> None:
+        tracer = get_tracer()
+        if tracer.rpc:
+            tracer.bus_server(
+                request.session, self.name, self.incarnation, request.lane, seq, request.attempt, method,
+                request.arrived_ns, started, decoded, ended, time.monotonic_ns(), outcome,
+            )  # fmt: skip

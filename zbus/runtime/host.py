@@ -1,0 +1,374 @@
+"""The life of a worker: bind, publish, serve until told to stop, leave in order.
+
+``serve`` runs on the main thread of a process that the agent started (or ``workers.worker`` did by hand).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from zbus import names
+from zbus.engine import Engine, Mesh, endpoints_of, lanes_of, table_to_wire
+from zbus.ids import WorkerName
+from zbus.protocol.messages import PROTOCOL_VERSION
+from zbus.registry.file import FileRegistry
+from zbus.registry.records import JobRecord, Records, WorkerRecord
+from zbus.runtime.context import Context
+from zbus.runtime.executor import Executor
+from zbus.runtime.loader import digest_of, load_engine
+from zbus.runtime.processes import boot_id, start_time
+from zbus.trace import control
+from zbus.trace.config import TraceConfig
+from zbus.trace.tracer import get_tracer
+from zbus.transport.endpoints import RuntimeDir, bind_endpoints
+from zbus.transport.security import ProcessKeys
+from zbus.transport.server import Server
+from zbus.transport.sockets import SocketFactory
+
+__all__ = ["HostConfig", "serve"]
+
+_DRAIN_S: Final = 2.0
+EXIT_OK: Final = 0
+EXIT_TERMINATED: Final = 143
+
+
+@dataclass(frozen=True)
+class HostConfig:
+    """Everything a worker must know to serve; see ``workers.spec.RankSpec`` for the fields."""
+
+    experiment: str
+    trial: str
+    trial_dir: Path
+    role: str
+    rank: int
+    world_size: int
+    incarnation: int
+    job: JobRecord
+    local_rank: int = 0
+    start: int = 0
+    agent_id: str = ""
+    runtime_dir: str = ""
+    transport: str = "ipc"
+    bind_host: str = "127.0.0.1"
+    log: str = ""
+    ports: Sequence[int] = ()
+    listen_fds: Sequence[int] = ()
+    torch_store_fd: int | None = None
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_spec(cls, spec: Any) -> HostConfig:
+        """Take the fields of a rank spec (by name, so that this package need not know the programs)."""
+        return cls(
+            experiment=spec.experiment,
+            trial=spec.trial,
+            trial_dir=Path(spec.trial_dir),
+            role=spec.role,
+            rank=spec.rank,
+            world_size=spec.world_size,
+            incarnation=spec.incarnation,
+            job=spec.job,
+            local_rank=spec.local_rank,
+            start=spec.start,
+            agent_id=spec.agent_id,
+            runtime_dir=spec.runtime_dir,
+            transport=spec.transport,
+            bind_host=spec.bind_host,
+            log=spec.log,
+            ports=tuple(spec.ports),
+            listen_fds=tuple(spec.listen_fds),
+            torch_store_fd=spec.torch_store_fd,
+            master_addr=spec.master_addr,
+            master_port=spec.master_port,
+        )
+
+
+def serve(config: HostConfig) -> int:
+    """Serve until told to stop; return the process's exit code. Main thread.
+
+    Raises:
+        RegistryError, TransportError, ConfigError: The worker cannot take its place.
+    """
+    host = _Host(config)
+    try:
+        host.open()
+        return host.run()
+    finally:
+        host.close()
+
+
+class _Host:
+    """One worker's parts, in the order they are made; closed in reverse."""
+
+    def __init__(self, config: HostConfig) -> None:
+        self.config = config
+        self.name = WorkerName(names.check(config.role, "role"), config.rank)
+        self.keys = ProcessKeys.create()
+        self.factory = SocketFactory()
+        self.records = Records(FileRegistry(config.trial_dir / "registry"))
+        self.exit_code = EXIT_OK
+        self.mesh = Mesh.of(config.job.mesh or None, config.world_size)
+        self.context: Context | None = None
+        self.table: dict[str, Any] = {}
+        self.digest = ""
+        self.server = Server(
+            name=self.name,
+            incarnation=config.incarnation,
+            factory=self.factory,
+            lanes={"main": 1, "ctl": 16},
+            dispatch=lambda request: self.executor.dispatch(request),
+            describe=self.describe,
+            on_cancel=lambda effect: self.executor.cancel(effect),
+            on_credit=lambda effect: self.executor.credit(effect),
+        )
+        self.executor = Executor(
+            name=str(self.name), incarnation=config.incarnation, answers=self.server, builtins=self._builtins()
+        )
+        self._stacks: io.TextIOBase | None = None
+        self._stop_lock = threading.Lock()
+
+    # -- the stations of a life ----------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Bind, start answering ``ctl``, publish the record."""
+        config = self.config
+        self._arm_stack_dumps()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the controller's to act on
+        signal.signal(signal.SIGTERM, self._on_term)
+        self._start_tracing()
+        runtime = RuntimeDir.open(Path(config.runtime_dir)) if config.runtime_dir else None
+        bound: dict[str, list[str]] = {}
+        for link in ("main", "ctl"):
+            label = f"{link}-{config.rank}"
+            wanted = bind_endpoints(
+                "tcp" if config.transport == "tcp" else "ipc", label, runtime_dir=runtime, host=config.bind_host
+            )
+            bound[link] = [self.server.bind(link, endpoint) for endpoint in wanted]
+        self.server.start()
+        self.records.publish_worker(
+            WorkerRecord(
+                role=config.role,
+                rank=config.rank,
+                world_size=config.world_size,
+                local_rank=config.local_rank,
+                start=config.start,
+                incarnation=config.incarnation,
+                agent=config.agent_id,
+                host=socket.gethostname(),
+                boot_id=boot_id(),
+                pid=os.getpid(),
+                pid_start=start_time(os.getpid()) or 0,
+                main=bound["main"],
+                ctl=bound["ctl"],
+                public_key=self.keys.public_text,
+                protocol=PROTOCOL_VERSION,
+                version=_version(),
+                ports=list(config.ports),
+                log=os.path.relpath(config.log, config.trial_dir) if config.log else "",
+            )
+        )
+
+    def run(self) -> int:
+        """Serve the main lane until stopped."""
+        self.server.run(self.executor.run_main)
+        return self.exit_code
+
+    def close(self) -> None:
+        """Leave in order: tear the engine down, write the trace, flush answers, close sockets."""
+        try:
+            self._teardown()
+        finally:
+            control.shutdown()
+            deadline = time.monotonic() + _DRAIN_S
+            while self.server.parked() and time.monotonic() < deadline:
+                time.sleep(0.005)  # answers leave on the bus thread; nothing signals an empty pipe
+            self.executor.close()
+            self.server.close()
+            self.records.close()
+            self.factory.close()
+
+    def stop(self, exit_code: int) -> None:
+        """Stop after the current call. Any thread."""
+        with self._stop_lock:
+            if not self.server.stopping:
+                self.exit_code = exit_code
+                self.server.drain()
+                self.server.stop()
+
+    # -- the bus's own methods -----------------------------------------------------------------------------------
+
+    def _builtins(self) -> dict[str, Any]:
+        return {
+            "ctl:zbus.ping": self._ping,
+            "ctl:zbus.status": self._status,
+            "ctl:zbus.describe": self._engine_facts,
+            "ctl:zbus.stop": lambda grace_s=0.0: self.stop(EXIT_OK),
+            "ctl:zbus.stacks": self._stack_text,
+            "ctl:zbus.config_perf_tracer": self._config_tracer,
+            "ctl:zbus.save_perf_tracer": self._save_tracer,
+            "main:zbus.create_engine": self._create_engine,
+            "main:zbus.destroy_engine": self._teardown,
+            "main:zbus.barrier": lambda: None,
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Return the facts that go into WELCOME."""
+        return {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "boot_id": boot_id(),
+            "incarnation": self.config.incarnation,
+            "start": self.config.start,
+            "world_size": self.config.world_size,
+            "version": _version(),
+            "engine_digest": self.digest,
+        }
+
+    def _ping(self) -> dict[str, Any]:
+        return {"t": time.monotonic_ns(), "pid": os.getpid()}
+
+    def _status(self) -> dict[str, Any]:
+        calls = self.executor.current_calls()
+        return {
+            "role": self.config.role,
+            "rank": self.config.rank,
+            "start": self.config.start,
+            "incarnation": self.config.incarnation,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "state": "busy" if any(c["lane"] != "ctl" for c in calls) else "idle",
+            "engine": None if self.executor.engine is None else type(self.executor.engine).__name__,
+            "call": next((c for c in calls if c["lane"] != "ctl"), None),
+            "done": self.executor.done,
+            "failed": self.executor.failed,
+            "rss_bytes": _rss_bytes(),
+            "threads": threading.active_count(),
+            "refused": self.server.statistics(),
+        }
+
+    def _engine_facts(self) -> dict[str, Any]:
+        return {"endpoints": table_to_wire(self.table), "digest": self.digest, "mesh": dict(self.mesh.axes)}
+
+    def _create_engine(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        if self.executor.engine is not None:  # creating what exists is safe to repeat
+            return self._engine_facts()
+        config = self.config
+        cls = load_engine(config.job.engine, base=Path(config.job.cwd) if config.job.cwd else None)
+        table = endpoints_of(cls)
+        engine: Engine = cls(*args, **(kwargs or {}))
+        context = self._make_context()
+        try:
+            engine.setup(context)
+            if config.start > 0:
+                engine.recover(context)
+        except BaseException:
+            context.close()
+            raise
+        self.context, self.table, self.digest = context, table, digest_of(cls, table)
+        for lane, concurrency in lanes_of(table).items():
+            self.server.open_lane(lane, concurrency)
+        self.executor.install(engine, table)
+        return self._engine_facts()
+
+    def _make_context(self) -> Context:
+        config = self.config
+        return Context(
+            role=config.role,
+            rank=config.rank,
+            world_size=config.world_size,
+            mesh=self.mesh,
+            local_rank=config.local_rank,
+            start=config.start,
+            incarnation=config.incarnation,
+            trial_dir=config.trial_dir,
+            ports=config.ports,
+            tracer=get_tracer(),
+            listen_fds=config.listen_fds,
+            torch_store_fd=config.torch_store_fd,
+            master_addr=config.master_addr,
+            master_port=config.master_port,
+        )
+
+    def _teardown(self) -> None:
+        engine = self.executor.remove()
+        context, self.context = self.context, None
+        try:
+            if engine is not None:
+                engine.teardown()
+        finally:
+            if context is not None:
+                context.close()
+
+    # -- tracing and diagnosis -----------------------------------------------------------------------------------
+
+    def _start_tracing(self) -> None:
+        epoch = self.records.current_epoch()
+        control.configure(
+            TraceConfig(
+                root=str(self.config.trial_dir / "traces"),
+                level=self.config.job.trace,
+                run=f"{self.config.experiment}/{self.config.trial}",
+                run_epoch_wall_ns=epoch.run_epoch_wall_ns if epoch else 0,
+                run_epoch_mono_ns=epoch.run_epoch_mono_ns if epoch else 0,
+                clock_boot_id=epoch.clock_boot_id if epoch else "",
+            ),
+            role=self.config.role,
+            rank=self.config.rank,
+            incarnation=self.config.incarnation,
+            start=self.config.start,
+        )
+
+    def _config_tracer(self, config: Mapping[str, Any] | None = None, role: str | None = None) -> None:
+        control.config_perf_tracer(config, role or self.config.role, self.config.rank)
+
+    def _save_tracer(self, step: int | None = None, force: bool = False) -> None:  # noqa: FBT001, FBT002  # wire signature
+        control.save_perf_tracer(step, force)
+
+    def _arm_stack_dumps(self) -> None:
+        """SIGUSR2 writes all stacks to ``stacks/<role>.<rank>.<start>.txt`` from a C handler: no GIL needed."""
+        path = self.config.trial_dir / "stacks" / f"{self.config.role}.{self.config.rank}.{self.config.start}.txt"
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._stacks = path.open("a", encoding="utf-8")
+        faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
+        faulthandler.enable(file=sys.stderr, all_threads=True)
+
+    def _stack_text(self) -> str:
+        frames = sys._current_frames()  # noqa: SLF001  # the documented way to see other threads
+        threads = {thread.ident: thread.name for thread in threading.enumerate()}
+        import traceback
+
+        parts = []
+        for ident, frame in frames.items():
+            parts.append(f"thread {threads.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
+        return "\n".join(parts)
+
+    def _on_term(self, _signum: int, _frame: object) -> None:
+        self.stop(EXIT_TERMINATED)
+
+
+def _rss_bytes() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return pages * resource.getpagesize()
+
+
+def _version() -> str:
+    import zbus
+
+    return zbus.__version__

@@ -1,0 +1,144 @@
+"""Engine classes by path: ``module:Class`` or ``file.py:Class``, from the job record, never from the wire.
+
+Every failure is an ``EngineLoadError`` that names the path, what was found instead, and a near name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+from zbus.engine import EndpointSpec, Engine, endpoints_of, table_to_wire
+from zbus.errors import EngineLoadError
+
+__all__ = ["digest_of", "load_engine"]
+
+_OURS: Final = ("workers", "controller", "traceview", "zbus")
+
+
+def load_engine(path: str, *, base: Path | None = None) -> type[Engine]:
+    """Import an engine class.
+
+    Args:
+        path: ``module:Class`` or ``file.py:Class`` (relative to ``base``).
+        base: Directory that a relative file is looked up in; the current one by default.
+
+    Raises:
+        EngineLoadError: Bad path, import failure (the user's traceback is a fact), no such class, or not an Engine.
+    """
+    module_name, separator, class_name = path.rpartition(":")
+    if not separator or not module_name or not class_name.isidentifier():
+        msg = f"engine {path!r} is not `module:Class`"
+        raise EngineLoadError(msg, hint="write it as package.module:Class or file.py:Class")
+    module = _load_module(module_name, path, base)
+    found = getattr(module, class_name, None)
+    if found is None:
+        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
+        near = difflib.get_close_matches(class_name, classes, n=1)
+        msg = f"module {module_name!r} has no class {class_name!r} for engine {path!r}"
+        raise EngineLoadError(
+            msg,
+            hint=f"did you mean `{module_name}:{near[0]}`?" if near else None,
+            facts={"file": str(getattr(module, "__file__", "?")), **_clash(module_name, module)},
+        )
+    if not (isinstance(found, type) and issubclass(found, Engine)):
+        msg = f"engine {path!r} is not a subclass of zbus.Engine"
+        raise EngineLoadError(msg, hint="derive the class from zbus.Engine and mark its methods with @zbus.endpoint")
+    return found
+
+
+def digest_of(cls: type[Engine], table: Mapping[str, EndpointSpec] | None = None) -> str:
+    """Return a short digest of an engine's declarations and source: two sides with one digest mean the same engine."""
+    declared = json.dumps(table_to_wire(table if table is not None else endpoints_of(cls)), sort_keys=True)
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        source = ""
+    text = f"{cls.__module__}:{cls.__qualname__}\n{declared}\n{source}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _load_module(name: str, path: str, base: Path | None) -> ModuleType:
+    try:
+        if name.endswith(".py"):
+            return _load_file(name, path, base)
+        return importlib.import_module(name)
+    except EngineLoadError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            msg = f"engine {path!r}: there is no module {error.name!r}"
+            raise EngineLoadError(
+                msg,
+                hint="set roles.<role>.cwd, or install the package where the workers run",
+                facts={"searched": ", ".join(entry or "." for entry in sys.path[:4]), **_clash_by_name(name)},
+            ) from error
+        raise _import_failed(path, error) from error
+    except Exception as error:  # the user's module may raise anything while it is imported
+        raise _import_failed(path, error) from error
+    except SystemExit as error:
+        raise _import_failed(path, error) from error
+
+
+def _load_file(name: str, path: str, base: Path | None) -> ModuleType:
+    file = (base or Path.cwd()) / name
+    if not file.is_file():
+        msg = f"engine {path!r}: there is no file {str(file)!r}"
+        raise EngineLoadError(msg, hint="the path is relative to the configuration file, or to the current directory")
+    file = file.resolve()
+    module_name = file.stem
+    known = sys.modules.get(module_name)
+    if known is not None and getattr(known, "__file__", None) == str(file):
+        return known
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        msg = f"engine {path!r}: {str(file)!r} cannot be imported"
+        raise EngineLoadError(msg)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        sys.modules.pop(module_name, None)
+        raise
+    return module
+
+
+def _import_failed(path: str, error: BaseException) -> EngineLoadError:
+    text = "".join(traceback.format_exception(error))
+    frames = [line for line in text.splitlines() if "importlib" not in line]
+    return EngineLoadError(
+        f"importing engine {path!r} failed: {type(error).__name__}: {error}",
+        hint="import the module in a Python shell in the same directory to see the failure",
+        facts={"traceback": "\n".join(frames[-12:])},
+    )
+
+
+def _clash(name: str, module: ModuleType) -> dict[str, str]:
+    """Explain a clash between the user's module and one of zbus's packages of the same name."""
+    if name.split(".")[0] not in _OURS:
+        return {}
+    return {"clash": f"{name!r} is a package of zbus ({getattr(module, '__file__', '?')})", **_clash_by_name(name)}
+
+
+def _clash_by_name(name: str) -> dict[str, str]:
+    top = name.split(".")[0]
+    if top not in _OURS:
+        return {}
+    ours = getattr(sys.modules.get(top), "__file__", None)
+    others = [str(Path(entry or ".") / top) for entry in sys.path if (Path(entry or ".") / f"{top}.py").exists()]
+    if not others:
+        return {}
+    return {"clash": f"{top!r} is zbus's own package ({ours}) and hides yours ({others[0]}.py): rename yours"}
