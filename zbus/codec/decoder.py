@@ -28,20 +28,20 @@ _TUPLE: Final = _MARKS[bytes((Kind.TUPLE,))]
 # Below this size lying lengths cannot claim memory worth a second look (msgpack holds each to the body's length).
 _VERIFY_FROM: Final = 2048
 
-_NO_CONTAINER: Final = bytes(byte for byte in range(256) if not (0x80 <= byte <= 0x9F or 0xDC <= byte <= 0xDF))
 _FIELD_ERRORS: Final = "the fields of this part do not fit its kind"
 
 
 class Decoder:
     """The state of one ``decode`` call."""
 
-    __slots__ = ("buffers", "limits", "open_marks", "owned", "used")
+    __slots__ = ("buffers", "containers", "limits", "open_marks", "owned", "used")
 
-    def __init__(self, buffers: Sequence[Buffer], limits: Limits, *, owned: bool) -> None:
+    def __init__(self, buffers: Sequence[Buffer], limits: Limits, owned: bool) -> None:  # noqa: FBT001  # a keyword costs
         self.buffers = buffers
         self.limits = limits
         self.owned = owned
         self.open_marks = 0
+        self.containers = 0
         self.used: set[int] = set()
 
     def ext(self, code: int, data: bytes) -> Any:
@@ -58,6 +58,7 @@ class Decoder:
 
     def array(self, items: list[Any]) -> Any:
         """Turn a marked array into what it stands for; leave a plain one."""
+        self.containers += 1
         if not items:
             return items
         mark = items[0]
@@ -69,6 +70,15 @@ class Decoder:
             return tuple(items)
         build = BUILD.get(mark.kind) or _late(mark.kind)
         return build(items, self)
+
+    def map(self, pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+        """Turn pairs into a dict; refuse a key that comes twice."""
+        self.containers += 1
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            msg = "a map holds one key twice"
+            raise CodecError(msg)
+        return made
 
     def view(self, operand: Any, nbytes: int) -> memoryview:
         """Return ``nbytes`` of memory that an array may keep and write to.
@@ -128,12 +138,12 @@ def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT_LIMITS, owned: 
     """
     try:
         body, buffers = _open(frames, limits)
-        state = Decoder(buffers, limits, owned=owned)
+        state = Decoder(buffers, limits, owned)
         value = msgpack.unpackb(
             body,
             ext_hook=state.ext,
             list_hook=state.array,
-            object_pairs_hook=_map,
+            object_pairs_hook=state.map,
             strict_map_key=False,
             timestamp=3,
             max_array_len=2 * limits.items + 2,
@@ -150,7 +160,7 @@ def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT_LIMITS, owned: 
     if len(state.used) != len(buffers):
         msg = f"{len(buffers)} buffers came, the value names {len(state.used)}"
         raise CodecError(msg)
-    if len(body) > limits.depth and _may_be_deep(body, limits.depth) and _is_deeper(value, limits.depth):
+    if state.containers > limits.depth and _is_deeper(value, limits.depth):
         msg = f"nesting is deeper than {limits.depth} levels"
         raise CodecError(msg)
     return value
@@ -192,14 +202,6 @@ def _too_big(size: int, limits: Limits) -> str:
     return f"a body of {size:,} bytes came; the limit is {limits.body_bytes:,}"
 
 
-def _map(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        msg = "a map holds one key twice"
-        raise CodecError(msg)
-    return made
-
-
 # -- depth ---------------------------------------------------------------------------------------------------------
 
 CONTAINERS: Final[dict[type, Callable[[Any], Iterable[Any]]]] = {
@@ -214,17 +216,14 @@ CONTAINERS: Final[dict[type, Callable[[Any], Iterable[Any]]]] = {
 """How to look into each kind of container; registered classes are added."""
 
 
-def _may_be_deep(body: bytes, depth: int) -> bool:
-    """Return False if the body holds too few container headers to be nested that deep."""
-    return len(body.translate(None, _NO_CONTAINER)) > depth
-
-
 def _is_deeper(value: Any, depth: int) -> bool:
     level = [value] if type(value) in CONTAINERS else []
     for _ in range(depth):
         below: list[Any] = []
         for container in level:
-            below.extend(item for item in CONTAINERS[type(container)](container) if type(item) in CONTAINERS)
+            look = CONTAINERS[type(container)]
+            if not CONTAINERS.keys().isdisjoint(map(type, look(container))):
+                below += [item for item in look(container) if type(item) in CONTAINERS]
         if not below:
             return False
         level = below
@@ -260,10 +259,10 @@ def _frozenset(items: list[Any], state: Decoder) -> frozenset[Any]:
     return frozenset(_set(items, state))
 
 
-def _dict(items: list[Any], _state: Decoder) -> dict[Any, Any]:
+def _dict(items: list[Any], state: Decoder) -> dict[Any, Any]:
     if len(items) % 2:
         raise CodecError(_FIELD_ERRORS)
-    return _map(list(zip(items[::2], items[1::2], strict=True)))
+    return state.map(list(zip(items[::2], items[1::2], strict=True)))
 
 
 def _ordered_dict(items: list[Any], state: Decoder) -> collections.OrderedDict[Any, Any]:

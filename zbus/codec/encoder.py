@@ -25,6 +25,9 @@ __all__ = ["PREPARE", "SCALARS", "Encoder", "Prepare", "encode"]
 SCALARS: Final = frozenset({type(None), bool, int, float, str})
 """What msgpack carries exactly (integers beyond 64 bits through its hook)."""
 
+_SHORT: Final = 8
+"""Below this length one loop is quicker than a look at all types first."""
+
 _BYTES_OUT_OF_BAND: Final = 65_536
 _KEEP_PACKER_BELOW: Final = 1_048_576
 
@@ -36,7 +39,7 @@ class Encoder:
 
     __slots__ = ("buffer_bytes", "buffers", "depth", "limits", "snapshot")
 
-    def __init__(self, limits: Limits, *, snapshot: bool) -> None:
+    def __init__(self, limits: Limits, snapshot: bool = False) -> None:  # noqa: FBT001, FBT002  # a keyword costs
         self.limits = limits
         self.snapshot = snapshot
         self.depth = 0
@@ -97,7 +100,7 @@ def encode(value: Any, *, limits: Limits = DEFAULT_LIMITS, snapshot: bool = Fals
     Raises:
         CodecError: A part of it cannot be carried exactly or exceeds a limit; ``path`` names that part.
     """
-    state = Encoder(limits, snapshot=snapshot)
+    state = Encoder(limits, snapshot)
     try:
         body = _pack(state.prepare(value))
     except CodecError as error:
@@ -141,7 +144,7 @@ def _pack(prepared: Any) -> bytes:
 
 def _list(value: list[Any], state: Encoder) -> list[Any]:
     state.enter(len(value))
-    if not SCALARS.issuperset(map(type, value)):
+    if len(value) < _SHORT or not SCALARS.issuperset(map(type, value)):
         value = _prepare_each(value, state)
     state.depth -= 1
     return value
@@ -165,11 +168,10 @@ def _marked(kind: Kind) -> Prepare:
 
     def prepare_items(value: Any, state: Encoder) -> list[Any]:
         state.enter(len(value))
-        prepared = [mark, *value]
-        if not SCALARS.issuperset(map(type, value)):
-            prepared[1:] = _prepare_each(value, state)
+        if len(value) < _SHORT or not SCALARS.issuperset(map(type, value)):
+            value = _prepare_each(value, state)
         state.depth -= 1
-        return prepared
+        return [mark, *value]
 
     return prepare_items
 
@@ -178,7 +180,9 @@ def _dict(value: dict[Any, Any], state: Encoder) -> Any:
     state.enter(len(value))
     prepare = state.prepare
     prepared: Any = value
-    if not SCALARS.issuperset(map(type, value)):
+    if not value:
+        pass
+    elif not SCALARS.issuperset(map(type, value)):
         prepared = [_DICT]
         for key, item in value.items():
             prepared += (prepare(key), prepare(item))
@@ -258,7 +262,7 @@ def _resolve(value: Any) -> Prepare:
 
 def _fails(value: Any, limits: Limits) -> bool:
     try:
-        _pack(Encoder(limits, snapshot=False).prepare(value))
+        _pack(Encoder(limits).prepare(value))
     except Exception:  # noqa: BLE001  # any failure at all marks the culprit
         return True
     return False
