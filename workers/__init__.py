@@ -1,1 +1,1 @@
-
+"""Agents and ranks: what ``zbus-worker`` runs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,7 +47,7 @@ class RankExit:
     pid: int
     exit_code: int | None = None
     signum: int | None = None
-    oom: OomVerdict = OomVerdict()
+    oom: OomVerdict = field(default_factory=OomVerdict)
     asked: bool = False
     started_wall_ns: int = 0
     ended_wall_ns: int = 0

@@ -1,0 +1,765 @@
+"""The agent: starts the ranks of one role on one host, sees every exit at once, writes it once, keeps the lease.
+
+Three threads. The main thread is a poll loop that owns processes: pidfds of ranks, of the controller and of the
+template, signals, and posts of the others; it never touches the registry, so a slow disk cannot delay an exit. The I/O
+thread reads and writes the registry and renews the lease. The control thread answers ``ctl``.
+
+The restart policy is the pure ``workers.supervisor``; this module carries out its effects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, cast
+
+from workers import spawn
+from workers.background import Background
+from workers.cgroup import MemoryWatch
+from workers.claims import Claimant, claim_ranks, claim_start
+from workers.exits import RankExit, make_record
+from workers.membership import Joined, Joiner, Notice
+from workers.spec import RankSpec
+from workers.supervisor import (
+    Effect,
+    Escalate,
+    Event,
+    Exited,
+    Finish,
+    Policy,
+    RestartAsked,
+    SignalRank,
+    Spawned,
+    SpawnFailed,
+    StartRank,
+    StopAsked,
+    Supervisor,
+    Tick,
+)
+from workers.template import ForkReply, RankMain, Template
+from zbus.config import TrialDir
+from zbus.errors import ConfigError, ZbusError
+from zbus.ids import new_incarnation
+from zbus.registry.records import ExitRecord, JobRecord, Records
+from zbus.runtime.processes import (
+    ProcessHandle,
+    become_subreaper,
+    boot_id,
+    children_of,
+    start_time,
+)
+
+__all__ = ["Agent", "AgentConfig", "run_agent"]
+
+log = logging.getLogger("zbus.agent")
+
+EXIT_WORKER_LOST: Final = 4
+EXIT_CONTROLLER_LOST: Final = 9
+EXIT_INTERRUPTED: Final = 130
+EXIT_TERMINATED: Final = 143
+_ORPHAN_GRACE_S: Final = 1.0
+_TICK_S: Final = 1.0
+_DRAIN_S: Final = 5.0
+_NS: Final = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """What an agent is told by its command line.
+
+    Attributes:
+        trial_dir: The trial directory; may not exist yet.
+        role: The role it serves.
+        nproc: How many ranks it runs.
+        ranks: Which; None takes any that are free.
+        world_size: Size of the role that the caller expects, or None; the job decides, a difference is an error.
+        group_rank: Index of this agent among the agents of the role.
+        wait_controller_s: How long to wait for a living controller and its job.
+        grace_s: Seconds between SIGTERM and SIGKILL of ranks when the agent is told to end.
+        lease_ttl_s: Silence after which others call this agent dead.
+        controller_lost: ``exit`` or ``wait`` instead of what the job says.
+        transport: ``ipc`` or ``tcp``.
+        bind_host: Address for tcp sockets and held ports.
+        use_template: Fork ranks from a template instead of executing an interpreter for each.
+        propagate_exit: A lone rank's exit code becomes the agent's.
+        devices: Accelerators of this agent, handed out ``devices_per_rank`` to each rank in order.
+        worker_main: What ranks run; only tests set it.
+        worker_command: Command of ranks that are started by exec; only tests set it.
+    """
+
+    trial_dir: Path
+    role: str
+    nproc: int = 1
+    ranks: tuple[int, ...] | None = None
+    world_size: int | None = None
+    group_rank: int = 0
+    wait_controller_s: float = 600.0
+    grace_s: float = 10.0
+    lease_ttl_s: float = 5.0
+    controller_lost: str | None = None
+    transport: str = "ipc"
+    bind_host: str = "127.0.0.1"
+    use_template: bool = True
+    propagate_exit: bool = False
+    devices: tuple[str, ...] = ()
+    devices_per_rank: int = 0
+    worker_main: RankMain | None = None
+    worker_command: Sequence[str] = spawn.WORKER_COMMAND
+
+
+@dataclass(slots=True)
+class _Process:
+    """One living start of one rank."""
+
+    spec: RankSpec
+    handle: ProcessHandle
+    memory: MemoryWatch
+    started_wall_ns: int
+    killed: bool = False
+
+
+@dataclass(slots=True)
+class _Held:
+    """Sockets kept for a rank across restarts."""
+
+    sockets: list[socket.socket] = field(default_factory=list)
+
+    @property
+    def ports(self) -> list[int]:
+        return [held.getsockname()[1] for held in self.sockets]
+
+
+class Agent:
+    """One agent. Make it, then ``run`` it on the main thread of a process of its own.
+
+    Args:
+        config: What to do.
+    """
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config = config
+        self.host = socket.gethostname()
+        self.agent_id = f"{config.role}.{self.host[:24]}.{os.urandom(4).hex()}"
+        self._trial = TrialDir(config.trial_dir, config.trial_dir.parent.name, config.trial_dir.name)
+        self._posts: deque[Callable[[], None]] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._background = Background(self._crashed)
+        self._template: Template | None = None
+        self._template_ready = False
+        self._waiting_for_template: list[int] = []
+        self._supervisor: Supervisor | None = None
+        self._job: JobRecord | None = None
+        self._joined: Joined | None = None
+        self._joiner: Joiner | None = None
+        self._claims: dict[int, int] = {}
+        self._processes: dict[int, _Process] = {}
+        self._starting: dict[int, RankSpec] = {}
+        self._held: dict[int, _Held] = {}
+        self._store: socket.socket | None = None
+        self._controller: ProcessHandle | None = None
+        self._last_exit: int | None = None
+        self._signals: list[int] = []
+        self._result: tuple[int, str] | None = None
+        self._failure: BaseException | None = None
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Join the trial, run the ranks to their end, and return the exit code.
+
+        Raises:
+            ZbusError: The agent could not join: no controller in time, a rank held by another, a wrong world size.
+        """
+        if self.config.use_template:
+            # First of all: a fork is only clean while there is one thread and no socket.
+            self._template = Template.fork(self.config.role, self.config.worker_main)
+        become_subreaper()
+        with self._wired():
+            try:
+                self._background.start()
+                self._joiner = Joiner(
+                    self._trial,
+                    self.config.role,
+                    self._background,
+                    self._on_notice,
+                    wait_s=self.config.wait_controller_s,
+                    lease_ttl_s=self.config.lease_ttl_s,
+                )
+                self._joiner.start()
+                self._loop()
+            finally:
+                self._clean_up()
+        if self._failure is not None:
+            raise self._failure
+        code, reason = self._result or (EXIT_TERMINATED, "")
+        log.info("agent ends with code %d: %s", code, reason or "done")
+        return code
+
+    @contextlib.contextmanager
+    def _wired(self) -> Any:
+        """Connect signals and posts to the poll loop, and put everything back afterwards."""
+        reader, writer = socket.socketpair()
+        for end in (reader, writer):
+            end.setblocking(False)  # noqa: FBT003  # its only parameter
+        wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+        before = {signum: signal.signal(signum, self._on_signal) for signum in wanted}
+        old_wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        self._selector.register(reader, selectors.EVENT_READ, lambda: self._drain(reader))
+        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._run_posts)
+        if self._template is not None:
+            self._selector.register(self._template.fileno(), selectors.EVENT_READ, self._on_template)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(old_wakeup)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+            self._selector.close()
+            reader.close()
+            writer.close()
+
+    def _loop(self) -> None:
+        next_refresh = time.monotonic() + _TICK_S
+        while self._result is None and self._failure is None:
+            for key, _ in self._selector.select(self._timeout_s(next_refresh)):
+                if self._result is None:
+                    cast("Callable[[], None]", key.data)()
+            self._take_signals()
+            now = time.monotonic()
+            if now >= next_refresh:
+                next_refresh = now + _TICK_S
+                for process in self._processes.values():
+                    process.memory.refresh()
+            if self._supervisor is not None:
+                due = self._supervisor.next_deadline_ns()
+                if due is not None and due <= time.monotonic_ns():
+                    self._feed(Tick())
+
+    def _timeout_s(self, next_refresh: float) -> float:
+        timeout = next_refresh - time.monotonic()
+        due = None if self._supervisor is None else self._supervisor.next_deadline_ns()
+        if due is not None:
+            timeout = min(timeout, (due - time.monotonic_ns()) / _NS)
+        return max(0.0, timeout)
+
+    # -- other threads and signals -------------------------------------------------------------------------------------
+
+    def post(self, job: Callable[[], None]) -> None:
+        """Run ``job`` on the poll loop. May be called from any thread."""
+        self._posts.append(job)
+        with contextlib.suppress(OSError):  # the loop is gone
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _run_posts(self) -> None:
+        os.eventfd_read(self._wake_fd)
+        while self._posts and self._result is None:
+            self._posts.popleft()()
+
+    def _crashed(self, error: BaseException) -> None:
+        def fail() -> None:
+            self._failure = error
+
+        self.post(fail)
+
+    def _on_signal(self, signum: int, _frame: object) -> None:
+        self._signals.append(signum)
+
+    @staticmethod
+    def _drain(reader: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while reader.recv(4096):
+                pass
+
+    def _take_signals(self) -> None:
+        while self._signals:
+            signum = self._signals.pop(0)
+            if signum == signal.SIGCHLD:
+                self._reap_strays()
+            else:
+                self._on_end_signal(signum)
+
+    def _on_end_signal(self, signum: int) -> None:
+        name = signal.Signals(signum).name
+        code = EXIT_INTERRUPTED if signum == signal.SIGINT else EXIT_TERMINATED
+        if self._supervisor is None:
+            self._result = (code, f"{name} before any rank was started")
+            return
+        again = self._stop_asked
+        self._stop_asked = True
+        log.info("%s: stopping %d ranks%s", name, len(self._processes), " at once" if again else "")
+        self._feed(StopAsked(0.0 if again else self.config.grace_s, code, name))
+
+    _stop_asked = False
+
+    def stop(self, grace_s: float, reason: str, exit_code: int = 0) -> None:
+        """Stop all ranks, then end. May be called from any thread."""
+
+        def begin() -> None:
+            self._stop_asked = True
+            if self._supervisor is None:
+                self._result = (exit_code, reason)
+            else:
+                self._feed(StopAsked(grace_s, exit_code, reason))
+
+        self.post(begin)
+
+    def restart(self, rank: int) -> None:
+        """Replace the process of ``rank`` by a fresh one. May be called from any thread."""
+        self.post(lambda: self._feed(RestartAsked(rank)))
+
+    def status(self) -> dict[str, Any]:
+        """Return what ``zbus.status`` answers. May be called from any thread: it reads, it does not wait."""
+        supervisor = self._supervisor
+        ranks = [
+            {
+                "rank": rank,
+                "state": "idle" if supervisor is None else supervisor.state(rank),
+                "start": start,
+                "pid": process.handle.pid if (process := self._processes.get(rank)) is not None else None,
+            }
+            for rank, start in sorted(self._claims.copy().items())
+        ]
+        return {"agent": self.agent_id, "role": self.config.role, "host": self.host, "pid": os.getpid(), "ranks": ranks}
+
+    # -- joining -------------------------------------------------------------------------------------------------------
+
+    def _on_notice(self, notice: Notice) -> None:
+        """Take news of the controller; called on the I/O thread."""
+        self.post(lambda: self._take_notice(notice))
+
+    def _take_notice(self, notice: Notice) -> None:
+        match notice:
+            case Joined():
+                self._on_joined(notice)
+            case "controller lost":
+                self._on_controller_lost("its lease ran out")
+            case ZbusError() as error:
+                self._failure = error
+
+    def _on_joined(self, joined: Joined) -> None:
+        first = self._joined is None
+        self._joined = joined
+        self._watch_controller(joined.controller)
+        if not first:
+            log.info("controller of epoch %d found", joined.epoch.epoch)
+            return
+        job = self._job = joined.job
+        self._check_world(job)
+        if self._template is not None:
+            preload = job.preload
+            try:
+                self._template.configure(preload=preload, env=job.env, sys_path=job.sys_path)
+            except OSError as error:
+                self._drop_template(f"it died: {error.strerror}")
+        self._background.submit(lambda: self._claim_all(joined.records, job))
+
+    def _check_world(self, job: JobRecord) -> None:
+        config = self.config
+        if config.world_size is not None and config.world_size != job.world_size:
+            msg = f"{config.role} has {job.world_size} ranks, but this worker was told {config.world_size}"
+            raise ConfigError(msg, hint=f"start it with --world-size {job.world_size}, or without")
+        outside = [rank for rank in config.ranks or () if rank >= job.world_size]
+        if outside or config.nproc > job.world_size:
+            wanted = ", ".join(map(str, outside)) if outside else f"{config.nproc} ranks"
+            msg = (
+                f"{config.role} has {job.world_size} ranks (0 to {job.world_size - 1}), but this worker wants {wanted}"
+            )
+            raise ConfigError(msg, hint="check --rank, --nproc and the role's replicas")
+
+    def _claim_all(self, records: Records, job: JobRecord) -> None:
+        """Publish this agent, then claim its ranks; on the I/O thread."""
+        assert self._joiner is not None  # noqa: S101  # made before any notice
+        try:
+            self._joiner.publish(self._agent_facts())
+            claims = claim_ranks(
+                records, self._me(), ranks=self.config.ranks, world_size=job.world_size, count=self.config.nproc
+            )
+            self._joiner.publish({**self._agent_facts(), "ranks": sorted(claims)})
+        except ZbusError as error:
+            self._crashed(error)
+            return
+        self.post(lambda: self._on_claimed(claims))
+
+    def _me(self) -> Claimant:
+        return Claimant(self.agent_id, self.config.role, self.host, os.getpid())
+
+    def _agent_facts(self) -> dict[str, Any]:
+        assert self._joined is not None  # noqa: S101  # called after joining
+        return {
+            "agent": self.agent_id,
+            "role": self.config.role,
+            "host": self.host,
+            "boot_id": boot_id(),
+            "pid": os.getpid(),
+            "pid_start": start_time(os.getpid()) or 0,
+            "ctl": [],
+            "public_key": "",
+            "epoch": self._joined.epoch.epoch,
+        }
+
+    def _on_claimed(self, claims: dict[int, int]) -> None:
+        job = self._job
+        assert job is not None  # noqa: S101  # claims come after the job
+        self._claims = claims
+        for rank in claims:
+            self._held[rank] = _Held([spawn.hold_port(self.config.bind_host) for _ in range(job.port_count)])
+        policy = Policy(restart=cast("Any", job.restart), max_restarts=job.max_restarts, window_s=job.restart_window_s)
+        log.info("runs ranks %s of %s", ", ".join(map(str, sorted(claims))), self.config.role)
+        self._fresh = set(claims)
+        self._supervisor = Supervisor(claims, policy)
+        self._carry_out(self._supervisor.begin())
+
+    _fresh: set[int]
+
+    # -- controller ----------------------------------------------------------------------------------------------------
+
+    def _watch_controller(self, handle: ProcessHandle | None) -> None:
+        self._unwatch_controller()
+        self._controller = handle
+        if handle is not None:
+            self._selector.register(handle, selectors.EVENT_READ, lambda: self._on_controller_lost("its process ended"))
+
+    def _unwatch_controller(self) -> None:
+        if self._controller is not None:
+            self._selector.unregister(self._controller)
+            self._controller.close()
+            self._controller = None
+
+    def _on_controller_lost(self, how: str) -> None:
+        self._unwatch_controller()
+        orphans = self.config.controller_lost or ("exit" if self._job is None else self._job.orphans)
+        if orphans == "wait":
+            log.warning("the controller is gone (%s); waiting for the next one", how)
+            if self._joiner is not None:
+                self._joiner.look_for_next()
+            return
+        log.warning("the controller is gone (%s); stopping the ranks", how)
+        if self._supervisor is None:
+            self._result = (EXIT_CONTROLLER_LOST, f"controller lost: {how}")
+            return
+        self._feed(
+            StopAsked(min(_ORPHAN_GRACE_S, self.config.grace_s), EXIT_CONTROLLER_LOST, f"controller lost: {how}")
+        )
+
+    # -- effects -------------------------------------------------------------------------------------------------------
+
+    def _feed(self, event: Event) -> None:
+        if self._supervisor is not None:
+            self._carry_out(self._supervisor.on_event(time.monotonic_ns(), event))
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case StartRank(rank):
+                    self._begin_start(rank)
+                case SignalRank(rank, signum):
+                    self._signal(rank, signum)
+                case Escalate(cause):
+                    log.error("giving up: %s", cause)
+                case Finish(code, reason):
+                    if self.config.propagate_exit and len(self._claims) == 1 and code == EXIT_WORKER_LOST and self._last_exit:
+                        code = self._last_exit
+                    self._result = (code, reason)
+
+    def _signal(self, rank: int, signum: int) -> None:
+        process = self._processes.get(rank)
+        if process is None:
+            return
+        process.killed = process.killed or signum == signal.SIGKILL
+        process.handle.signal(signum)
+
+    # -- starting ------------------------------------------------------------------------------------------------------
+
+    def _begin_start(self, rank: int) -> None:
+        if rank in self._fresh:  # claimed when the agent joined
+            self._fresh.discard(rank)
+            self._spawn(rank)
+            return
+        joined = self._joined
+        assert joined is not None  # noqa: S101  # ranks start after joining
+
+        def claim() -> None:
+            try:
+                start = claim_start(joined.records, self._me(), rank)
+            except ZbusError as error:
+                reason = str(error)
+                self.post(lambda: self._feed(SpawnFailed(rank, reason)))
+                return
+
+            def go() -> None:
+                self._claims[rank] = start
+                self._spawn(rank)
+
+            self.post(go)
+
+        self._background.submit(claim)
+
+    def _spawn(self, rank: int) -> None:
+        if self._template is not None and not self._template_ready:
+            self._waiting_for_template.append(rank)
+            return
+        try:
+            spec = self._make_spec(rank)
+            log_fd = spawn.open_log(Path(spec.log))
+        except OSError as error:
+            self._spawn_failed(rank, f"{error.strerror}: {error.filename or ''}")
+            return
+        try:
+            if self._template is not None:
+                self._starting[rank] = spec
+                self._template.start(spec, self._rank_env(spec), log_fd)
+                return
+            env = {**os.environ, **self._rank_env(spec)}
+            pid = spawn.spawn_exec(spec, env, log_fd, self.config.worker_command)
+            self._started(spec, pid)
+        except OSError as error:
+            self._starting.pop(rank, None)
+            self._spawn_failed(rank, f"{error.strerror or error}")
+        finally:
+            os.close(log_fd)
+
+    def _rank_env(self, spec: RankSpec) -> dict[str, str]:
+        wanted = {**os.environ, **spec.job.env}
+        return {**spawn.thread_defaults(wanted), **spec.env, **spec.job.env}
+
+    def _make_spec(self, rank: int) -> RankSpec:
+        job, joined = self._job, self._joined
+        assert job is not None  # noqa: S101  # ranks start after joining
+        assert joined is not None  # noqa: S101  # as above
+        held = self._held[rank]
+        start = self._claims[rank]
+        store_fd = self._store_for(rank)
+        local = sorted(self._claims).index(rank)
+        return RankSpec(
+            experiment=self._trial.experiment,
+            trial=self._trial.trial,
+            trial_dir=str(self._trial),
+            runtime_dir=joined.epoch.runtime_dir,
+            role=self.config.role,
+            rank=rank,
+            world_size=job.world_size,
+            local_rank=local,
+            local_world_size=len(self._claims),
+            group_rank=self.config.group_rank,
+            start=start,
+            incarnation=new_incarnation(start),
+            agent_id=self.agent_id,
+            agent_pid=os.getpid(),
+            job=job,
+            log=str(self._trial.log(self.config.role, rank, start)),
+            listen_fds=[held_socket.fileno() for held_socket in held.sockets],
+            ports=held.ports,
+            torch_store_fd=store_fd,
+            master_addr=self.config.bind_host,
+            master_port=0 if self._store is None else self._store.getsockname()[1],
+            transport=self.config.transport,
+            bind_host=self.config.bind_host,
+            controller_epoch=joined.epoch.epoch,
+            env=self._device_env(local),
+        )
+
+    def _store_for(self, rank: int) -> int | None:
+        """Return rank 0's socket for the torch store, a new one for each generation of the group."""
+        if 0 not in self._claims:
+            return None
+        if rank == 0 or self._store is None:
+            if rank == 0 and self._store is not None and self._store_taken:
+                self._store.close()
+                self._store, self._store_taken = None, False
+            if self._store is None:
+                self._store = spawn.hold_port(self.config.bind_host)
+        if rank != 0:
+            return None
+        self._store_taken = True
+        return self._store.fileno()
+
+    _store_taken = False
+
+    def _device_env(self, local: int) -> dict[str, str]:
+        count = self.config.devices_per_rank
+        if not count:
+            return {}
+        mine = self.config.devices[local * count : (local + 1) * count]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+
+    def _spawn_failed(self, rank: int, reason: str) -> None:
+        log.error("%s/%d could not be started: %s", self.config.role, rank, reason)
+        self._feed(SpawnFailed(rank, reason))
+
+    def _started(self, spec: RankSpec, pid: int) -> None:
+        handle = ProcessHandle.open(pid)
+        if handle is None:  # pragma: no cover  # an unreaped child always has a pidfd
+            self._spawn_failed(spec.rank, "its process vanished")
+            return
+        process = _Process(spec, handle, MemoryWatch(pid), time.time_ns())
+        self._processes[spec.rank] = process
+        self._selector.register(handle, selectors.EVENT_READ, lambda: self._on_exit(spec.rank))
+        log.info("%s/%d runs: pid %d, start %d", spec.role, spec.rank, pid, spec.start)
+        self._feed(Spawned(spec.rank))
+
+    # -- template ------------------------------------------------------------------------------------------------------
+
+    def _on_template(self) -> None:
+        template = self._template
+        if template is None:
+            return
+        replies = template.replies()
+        if replies is None:
+            self._drop_template("it died")
+            return
+        for reply in replies:
+            self._on_fork_reply(template, reply)
+
+    def _on_fork_reply(self, template: Template, reply: ForkReply) -> None:
+        for line in reply.warnings:
+            log.warning("%s", line)
+        if reply.ready:
+            if reply.error:
+                self._drop_template(reply.error)
+                return
+            self._template_ready = True
+            waiting, self._waiting_for_template = self._waiting_for_template, []
+            for rank in waiting:
+                self._spawn(rank)
+            return
+        spec = self._starting.pop(reply.rank)
+        if reply.error:
+            template.abandon(reply.rank)
+            self._spawn_failed(reply.rank, reply.error)
+            return
+        self._started(spec, reply.pid)
+        template.release(reply.rank)
+
+    def _drop_template(self, why: str) -> None:
+        """Go on without a template: ranks are started by exec."""
+        template, self._template = self._template, None
+        if template is None:
+            return
+        log.warning("no template for %s (%s): ranks are started one interpreter each", self.config.role, why)
+        self._selector.unregister(template.fileno())
+        template.close()
+        waiting = [*self._waiting_for_template, *self._starting]
+        self._waiting_for_template.clear()
+        self._starting.clear()
+        for rank in waiting:
+            self._spawn(rank)
+
+    # -- exits ---------------------------------------------------------------------------------------------------------
+
+    def _on_exit(self, rank: int) -> None:
+        process = self._processes[rank]
+        status = os.waitid(os.P_PIDFD, process.handle.fileno(), os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if status is None:
+            return
+        exited = status.si_code == os.CLD_EXITED
+        exit_code, signum = (status.si_status, None) if exited else (None, status.si_status)
+        verdict = process.memory.verdict(signum, by_us=process.killed)
+        # The rank is a zombie still, so its pid, and with it the number of its process group, is nobody else's.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.handle.pid, signal.SIGKILL)
+        os.waitid(os.P_PIDFD, process.handle.fileno(), os.WEXITED)
+        self._selector.unregister(process.handle)
+        process.handle.close()
+        del self._processes[rank]
+        assert self._supervisor is not None  # noqa: S101  # it started the rank
+        ended = RankExit(
+            role=self.config.role,
+            rank=rank,
+            start=process.spec.start,
+            incarnation=process.spec.incarnation,
+            agent=self.agent_id,
+            host=self.host,
+            pid=process.handle.pid,
+            exit_code=exit_code,
+            signum=signum,
+            oom=verdict,
+            asked=self._supervisor.asked(rank),
+            started_wall_ns=process.started_wall_ns,
+            ended_wall_ns=time.time_ns(),
+            log=Path(process.spec.log),
+        )
+        self._last_exit = exit_code if exit_code is not None else 128 + (signum or 0)
+        log.log(logging.INFO if ended.in_order else logging.ERROR, "%s/%d %s", ended.role, rank, ended.cause())
+        self._background.submit(lambda: self._write_exit(ended))
+        self._feed(Exited(rank, exit_code, ended.cause()))
+
+    def _write_exit(self, ended: RankExit) -> None:
+        """Write the exit once, then announce it; on the I/O thread."""
+        assert self._joined is not None  # noqa: S101  # ranks run after joining
+        record = make_record(self._trial, ended)
+        self._joined.records.publish_exit(record)
+        self._announce(record)
+
+    def _announce(self, record: ExitRecord) -> None:
+        """Hint subscribers that an exit record is there. The record is the truth; the hint saves time."""
+
+    def _reap_strays(self) -> None:
+        """Reap processes that ranks left behind and the kernel gave to this subreaper."""
+        mine = {process.handle.pid for process in self._processes.values()}
+        if self._template is not None:
+            mine.add(self._template.handle.pid)
+        for pid in children_of(os.getpid()):
+            # A rank just forked by the template is not in `mine` yet: only the dead are reaped here, and a rank that
+            # died at its gate is found by its pidfd.
+            if pid not in mine and not self._starting:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+    # -- end -----------------------------------------------------------------------------------------------------------
+
+    def _clean_up(self) -> None:
+        """Leave nothing behind: processes, sockets, the registry entry. Bounded."""
+        if self._template is not None:
+            self._template.close()
+            self._template = None
+        _kill_children()
+        for process in self._processes.values():
+            process.handle.close()
+        for held in self._held.values():
+            for held_socket in held.sockets:
+                held_socket.close()
+        if self._store is not None:
+            self._store.close()
+        self._unwatch_controller()
+        if self._joiner is not None:
+            self._joiner.finish()
+        if not self._background.stop(_DRAIN_S):
+            log.error("the registry did not answer for %g s: exit records may be missing", _DRAIN_S)
+
+
+def _kill_children(timeout_s: float = 3.0) -> None:
+    """Kill and reap every child of this process: what ranks left behind in sessions of their own."""
+    deadline = time.monotonic() + timeout_s
+    while (children := children_of(os.getpid())) and time.monotonic() < deadline:
+        for pid in children:
+            handle = ProcessHandle.open(pid)
+            if handle is not None:
+                handle.signal(signal.SIGKILL)
+                handle.wait(0.2)
+                handle.close()
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def run_agent(config: AgentConfig, env: Mapping[str, str] | None = None) -> int:
+    """Run an agent in this process, on its main thread, and return the exit code.
+
+    Args:
+        config: What to do.
+        env: Variables added to the environment that ranks inherit.
+
+    Raises:
+        ZbusError: The agent could not join the trial.
+    """
+    os.environ.update(env or {})
+    return Agent(config).run()

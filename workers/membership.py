@@ -1,0 +1,244 @@
+"""How an agent belongs to a trial: waits for a living controller and its job, keeps the lease, notices the end.
+
+Everything here runs on the agent's I/O thread. A controller on this kernel is watched by its process (pid and start
+time, then a pidfd in the agent's loop); one elsewhere by the counter of its lease.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from workers.background import Background
+from zbus.config import TrialDir
+from zbus.errors import StartupError, ZbusError
+from zbus.registry.file import FileRegistry
+from zbus.registry.lease import LeaseObserver, LeaseRenewer, LeaseState
+from zbus.registry.records import AgentRecord, EpochRecord, JobRecord, Lease, Records
+from zbus.runtime.processes import ProcessHandle, boot_id
+
+__all__ = ["Joined", "Joiner", "Notice", "controller_lease"]
+
+log = logging.getLogger("zbus.agent")
+
+_FIRST_PAUSE_S: Final = 0.02
+_LONGEST_PAUSE_S: Final = 0.5
+_REPORT_S: Final = 10.0
+_LOOKS_PER_TTL: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A living controller with a job for the role.
+
+    Attributes:
+        epoch: Its epoch record.
+        job: What to run.
+        records: The registry, for use on the I/O thread.
+        controller: The controller's process, None where its lease is watched instead. Whoever takes the notice owns it.
+    """
+
+    epoch: EpochRecord
+    job: JobRecord
+    records: Records
+    controller: ProcessHandle | None
+
+
+Notice = Joined | ZbusError | Literal["controller lost"]
+
+
+def controller_lease(epoch: int) -> str:
+    """Return the lease holder name of a controller."""
+    return f"controller.{epoch}"
+
+
+class Joiner:
+    """Finds the controller, keeps the agent's lease, and reports by ``notify`` (called on the I/O thread).
+
+    Args:
+        trial: The trial; its directory may not exist yet.
+        role: The role that needs a job.
+        background: The I/O thread.
+        notify: Takes news.
+        wait_s: How long to look for the first controller.
+        lease_ttl_s: Silence after which others call this agent dead.
+    """
+
+    def __init__(
+        self,
+        trial: TrialDir,
+        role: str,
+        background: Background,
+        notify: Callable[[Notice], None],
+        *,
+        wait_s: float,
+        lease_ttl_s: float = 5.0,
+    ) -> None:
+        self._trial = trial
+        self._role = role
+        self._wait_s = wait_s
+        self._background = background
+        self._notify = notify
+        self._ttl_s = lease_ttl_s
+        self._records: Records | None = None
+        self._record: AgentRecord | None = None
+        self._renewer: LeaseRenewer | None = None
+        self._lease: Lease | None = None
+        self._observer = LeaseObserver()
+        self._seen_counters: dict[str, int] = {}
+        self._epoch = 0
+        self._deadline: float | None = None
+        self._reason = ""
+        self._reported = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+
+    # -- finding a controller ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to look for the first controller."""
+        self._deadline = time.monotonic() + self._wait_s
+        self._background.every(self._look)
+
+    def look_for_next(self) -> None:
+        """Look for a controller of a higher epoch, for as long as it takes."""
+        self._deadline = None
+        self._pause_s = _FIRST_PAUSE_S
+        self._background.every(self._look)
+
+    def _look(self) -> float | None:
+        try:
+            found = self._find()
+        except ZbusError as error:
+            found, self._reason = None, str(error)
+        if found is not None:
+            self._epoch = found.epoch.epoch
+            if found.controller is None:
+                self._background.every(self._watch_lease)
+            self._notify(found)
+            return None
+        now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline:
+            msg = f"no controller for {self._role} of {self._trial.name} within {self._wait_s:g} s: {self._reason}"
+            facts = {"looked in": str(self._trial.registry)}
+            hint = "start the controller with the same trial directory, or wait longer with --wait-controller"
+            self._notify(StartupError(msg, facts=facts, hint=hint))
+            return None
+        if now - self._reported > _REPORT_S:
+            self._reported = now
+            log.info("waiting for a controller: %s", self._reason)
+        pause, self._pause_s = self._pause_s, min(self._pause_s * 1.5, _LONGEST_PAUSE_S)
+        return pause
+
+    def _find(self) -> Joined | None:
+        records = self._open()
+        if records is None:
+            return None
+        epoch = records.current_epoch()
+        if epoch is None or epoch.epoch <= self._epoch:
+            self._reason = "no controller has claimed this trial yet"
+            return None
+        alive, handle = self._controller_lives(records, epoch)
+        if not alive:
+            where = f"epoch {epoch.epoch}, pid {epoch.pid} on {epoch.host}"
+            self._reason = f"the last controller of this trial is gone ({where})"
+            return None
+        job = records.job(self._role)
+        if job is None or job.epoch != epoch.epoch:
+            known = ", ".join(found.role for found in records.jobs() if found.epoch == epoch.epoch)
+            self._reason = f"the controller has no job for {self._role}" + (f"; it has {known}" if known else " yet")
+            if handle is not None:
+                handle.close()
+            return None
+        return Joined(epoch, job, records, handle)
+
+    def _open(self) -> Records | None:
+        if self._records is None:
+            if not Path(self._trial.registry).is_dir():
+                self._reason = f"{self._trial.registry} does not exist yet"
+                return None
+            self._records = Records(FileRegistry(self._trial.registry, create=False))
+        return self._records
+
+    def _controller_lives(self, records: Records, epoch: EpochRecord) -> tuple[bool, ProcessHandle | None]:
+        if epoch.boot_id == boot_id():
+            handle = ProcessHandle.open(epoch.pid, epoch.pid_start)
+            if handle is not None and not handle.ended():
+                return True, handle
+            if handle is not None:
+                handle.close()
+        # Elsewhere, or in another pid namespace of this kernel: a counter that moves is a sign of life.
+        holder = controller_lease(epoch.epoch)
+        lease = records.lease(holder)
+        if lease is None:
+            return False, None
+        before = self._seen_counters.setdefault(holder, lease.counter)
+        return lease.counter != before, None
+
+    def _watch_lease(self) -> float | None:
+        """Watch the lease of a controller whose process is not on this kernel."""
+        records, holder = self._records, controller_lease(self._epoch)
+        if records is None:
+            return None
+        lease = records.lease(holder)
+        self._observer.observe({} if lease is None else {holder: lease}, time.monotonic_ns())
+        if self._observer.state(holder) is LeaseState.EXPIRED:
+            self._observer.forget(holder)
+            self._notify("controller lost")
+            return None
+        return (self._ttl_s if lease is None else lease.ttl_s) / _LOOKS_PER_TTL
+
+    # -- being found ---------------------------------------------------------------------------------------------------
+
+    def publish(self, facts: dict[str, Any]) -> None:
+        """Publish or replace the agent's record; the first time, begin the lease.
+
+        Raises:
+            RegistryError: The registry cannot be written.
+        """
+        records = self._records
+        if records is None:
+            return
+        self._record = AgentRecord(**facts)
+        first = self._renewer is None
+        if first:
+            self._renewer = LeaseRenewer(self._record.agent, self._ttl_s)
+            self._renew()
+        records.publish_agent(self._record)
+        if first:
+            self._background.every(self._renew)
+
+    def _renew(self) -> float | None:
+        records, renewer = self._records, self._renewer
+        if records is None or renewer is None:
+            return None
+        now = time.monotonic_ns()
+        if renewer.due(now):
+            lease = renewer.next(now)
+            try:
+                records.renew_lease(lease)
+            except ZbusError as error:
+                if renewer.failures == 0:
+                    log.warning("the lease could not be renewed: %s", error)
+                renewer.failed()
+            else:
+                self._lease = lease
+                renewer.renewed()
+        return renewer.wait_s(time.monotonic_ns())
+
+    def finish(self) -> None:
+        """Take the agent's record and lease back, as the last job of the I/O thread."""
+
+        def withdraw() -> None:
+            records, self._renewer = self._records, None
+            if records is None:
+                return
+            if self._record is not None:
+                records.withdraw_agent(self._record)
+            if self._lease is not None:
+                records.release_lease(self._lease)
+
+        self._background.submit(withdraw)
