@@ -134,10 +134,16 @@ class SocketFactory:
         self._ask(socket, server_key)
         return socket
 
-    def xpub(self) -> Socket:
-        """Return an unbound XPUB for the hub's subscriber side."""
+    def xpub(self, *, connects: bool = False, server_key: bytes | None = None) -> Socket:
+        """Return an XPUB: to bind (the hub's subscriber side), or with ``connects`` a publisher told of subscriptions.
+
+        Either way a subscriber that does not read loses messages and delays nobody.
+        """
         socket = self._new(zmq.XPUB, "discovery", PROFILES["discovery"])
-        self._serve(socket)
+        if connects:
+            self._ask(socket, server_key)
+        else:
+            self._serve(socket)
         return socket
 
     def xsub(self) -> Socket:
