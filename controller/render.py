@@ -31,7 +31,7 @@ from typing import Any, Final
 from controller.console import Style, clean, clip
 from zbus.errors import BatchError, CallError, ConfigError, RemoteError, ZbusError
 
-__all__ = ["Block", "block_of", "error_json", "exit_code_of", "render_error", "root_cause"]
+__all__ = ["Block", "block_of", "error_json", "exit_code_of", "render_block", "render_error", "root_cause"]
 
 _PACKAGES: Final = ("zbus", "controller", "workers", "traceview")
 _HERE: Final = Path(__file__).resolve().parent.parent
@@ -91,10 +91,10 @@ def render_error(
     block = block_of(root_cause(error), verbose=verbose, target=target)
     if others:
         block.facts.append(("also", _fold(others, verbose=verbose), []))
-    text = _layout(block, style, width)
+    text = render_block(block, style, width)
     if verbose:
         for other in others:
-            text += "\n\n" + _layout(block_of(other, verbose=True, target=target), style, width)
+            text += "\n\n" + render_block(block_of(other, verbose=True, target=target), style, width)
     return text
 
 
@@ -304,7 +304,8 @@ def _remote_frames(text: str, *, verbose: bool) -> list[str]:
 # -- layout ------------------------------------------------------------------------------------------------------------
 
 
-def _layout(block: Block, style: Style, width: int) -> str:
+def render_block(block: Block, style: Style, width: int) -> str:
+    """Return a block as text."""
     head = f"error[{block.code}]:" if block.code else "error:"
     first, *rest = clip(block.message).split("\n")
     lines = [f"{style(head, 'red', 'bold')} {style(clean(first), 'bold')}"]

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from zbus.errors import ConfigError
 
-__all__ = ["Target", "call_driver", "find_driver", "parse_target", "run_script"]
+__all__ = ["Target", "call_driver", "find_driver", "parse_target", "run_script", "takes_run"]
 
 _CONFIG: Final = (".yaml", ".yml", ".toml")
 _FUNCTION: Final = re.compile(r"(?P<place>.+):(?P<name>[A-Za-z_]\w*)")
@@ -135,13 +135,17 @@ def put_first(directory: Path) -> None:
         sys.path.insert(0, str(directory))
 
 
-def call_driver(driver: Driver, run: object) -> Any:
-    """Call ``driver(run)``, or ``driver()`` where it takes nothing; a coroutine function is run to its end."""
-    takes_run = any(
+def takes_run(driver: Driver) -> bool:
+    """Return whether the function has a parameter for the ``Run``."""
+    return any(
         p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)
         for p in inspect.signature(driver).parameters.values()
     )
-    result = driver(run) if takes_run else driver()
+
+
+def call_driver(driver: Driver, *arguments: object) -> Any:
+    """Call the function; what a coroutine function returns is run to its end."""
+    result = driver(*arguments)
     if inspect.iscoroutine(result):
         # The command owns this thread, so no loop of the user's can be running here.
         return asyncio.run(result)
