@@ -351,15 +351,15 @@ class CallerLane:
         """Return the monotonic time of the next needed ``on_timer``; a far future when none is."""
         return self._next_due
 
-    def remote(self, seq: int) -> tuple[Status, int]:
-        """Return the callee's last word on the request that holds ``seq`` and when it first said so (0: never).
-
-        OK stands for answered, NONE for no word.
-        """
+    def whereabouts(self, seq: int, now: int) -> str:
+        """Say in words how far the call at ``seq`` is, as far as is known here."""
         for request in self._order:
             if request.seq <= seq < request.seq + request.calls:
-                return Status(request.remote), request.remote_since_ns
-        return (Status.OK if seq < self._next_seq else Status.NONE), 0
+                words = self._whereabouts(request)
+                if not request.remote_since_ns:
+                    return words
+                return f"{words} since {(now - request.remote_since_ns) / 1e9:.1f} s"
+        return "answered" if seq < self._next_seq else "not placed"
 
     def validate(self) -> None:
         """Raise AssertionError when an invariant of this machine is broken; for tests and simulation."""

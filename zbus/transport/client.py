@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgpack
 
 from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.errors import TransportError, Unavailable
 from zbus.ids import Session, WorkerName
-from zbus.protocol.batch import Progress
 from zbus.protocol.caller import CallerLane, Timing
 from zbus.protocol.frames import FrameError, VersionMismatch
 from zbus.protocol.liveness import LinkMachine, LinkState
@@ -40,7 +39,7 @@ from zbus.transport.multipart import Socket
 from zbus.transport.reactor import Reactor
 from zbus.transport.sockets import SocketFactory
 
-__all__ = ["ChunkSink", "Client", "Peer", "PeerState", "Placed", "Sink", "StreamSink"]
+__all__ = ["ChunkSink", "Client", "Peer", "PeerState", "Placed", "Sink"]
 
 _NEVER: Final = 1 << 62
 
@@ -69,24 +68,6 @@ _RANK: Final = {
     PeerState.SUSPECT: 3,
     PeerState.DEAD: 4,
 }
-
-
-_PROGRESS: Final = {
-    Status.OK: Progress.ANSWERED,
-    Status.RUNNING: Progress.RUNNING,
-    Status.QUEUED: Progress.ARRIVED,
-    Status.HELD: Progress.ARRIVED,
-}
-
-
-class StreamSink(Protocol):
-    """Receives the items of one streamed call, under the client's lock: quick, must not raise."""
-
-    def chunk(self, index: int, payload: Buffers) -> None:
-        """Take item number ``index``; they come in order, each once."""
-
-    def end(self, outcome: Outcome) -> None:
-        """Take the outcome; nothing comes after it."""
 
 
 class _Lane:
@@ -251,16 +232,14 @@ class Peer:
             self.state = state
             self._client.on_state(self, state)
 
-    def progress(self, lane: str, seq: int) -> tuple[Progress, float | None]:
-        """Say how far a placed call is, as far as is known, and since how many seconds. Any thread."""
+    def whereabouts(self, lane: str, seq: int) -> str:
+        """Say how far a placed call is, as far as is known here, such as ``running since 4.2 s``. Any thread."""
         with gate, self._client.reactor.lock:
             link = self.links["ctl" if lane == "ctl" or "main" not in self.links else "main"]
             found = link.lanes.get(lane)
             if found is None:
-                return Progress.UNKNOWN, None
-            status, since_ns = found.machine.remote(seq)
-            age = None if not since_ns else (self._client.clock.monotonic_ns() - since_ns) / 1e9
-            return _PROGRESS.get(status, Progress.UNKNOWN), age
+                return "not placed"
+            return found.machine.whereabouts(seq, self._client.clock.monotonic_ns())
 
     def __repr__(self) -> str:
         return f"<Peer {self.name} {self.state.value}>"
@@ -269,22 +248,13 @@ class Peer:
 class Placed:
     """A placed batch: which peers, lane and seqs. Opaque to users; give it to ``Client.cancel``."""
 
-    __slots__ = ("calls", "granted", "lane", "members", "seqs", "window")
+    __slots__ = ("calls", "lane", "members", "seqs")
 
     def __init__(self, members: Sequence[Peer], lane: str, seqs: list[int], calls: int) -> None:
         self.members = members
         self.lane = lane
         self.seqs = seqs
         self.calls = calls
-        self.window = 0
-        self.granted = 0
-
-    def progress(self, member: int, call: int) -> tuple[Progress, float | None]:
-        """Say how far a call is, as far as is known here, and since how many seconds."""
-        peer = self.members[member]
-        if peer.state is PeerState.DEAD:
-            return Progress.DEAD, None
-        return peer.progress(self.lane, self.seqs[member] + call)
 
 
 def _ignore_state(_peer: Peer, _state: PeerState) -> None:
@@ -425,43 +395,6 @@ class Client:
                 self.reactor.note_due(found.machine.next_timer())
                 found.link.channel.check()
             return Placed(members, lane, seqs, count)
-
-    def place_stream(
-        self,
-        member: Peer,
-        lane: str,
-        payload: Buffers,
-        *,
-        deadline_s: float | None,
-        window: int,
-        sink: StreamSink,
-        trace: int = 0,
-    ) -> Placed:
-        """Place one call whose items come one by one.
-
-        The worker runs at most ``protocol.STREAM_WINDOW`` items ahead of what ``grant`` has taken back; ``window`` is
-        how many of these the caller is ready to hold.
-
-        Raises:
-            Unavailable: The member is not READY; nothing was placed.
-        """
-        placed = self.place(
-            [member],
-            lane,
-            [payload],
-            1,
-            deadline_s=deadline_s,
-            sink=lambda _member, _call, outcome: sink.end(outcome),
-            chunk_sink=lambda _member, number, buffers: sink.chunk(number, buffers),
-            trace=trace,
-        )
-        placed.window = window
-        return placed
-
-    def grant(self, placed: Placed, count: int) -> None:
-        """Tell the worker of a stream that the user took ``count`` more items."""
-        placed.granted += count
-        self.consumed(placed, placed.granted)
 
     def cancel(self, placed: Placed) -> None:
         """Ask that a batch should not run. Every call of it still gets exactly one outcome."""
