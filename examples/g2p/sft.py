@@ -54,10 +54,11 @@ def main(run: Run) -> dict[str, float]:
     train_s = time.monotonic() - begin
 
     scores = actor.evaluate(exam)
+    if losses:  # else the resumed run was complete
+        metrics["train_loss"] = losses[-1]
     return metrics | {
         "steps": steps,
         "train_s": round(train_s, 3),
-        "train_loss": losses[-1] if losses else math.nan,
         "heldout_loss": _mean_loss(scores),
         "heldout_exact": _total(scores, "exact") / _total(scores, "words"),
         "heldout_words": _total(scores, "words"),
