@@ -28,7 +28,6 @@ __all__ = [
     "LeaseExpired",
     "LeaseLate",
     "LeaseRenewed",
-    "Look",
     "RegistryTrouble",
     "Settings",
     "Snapshot",
@@ -199,29 +198,19 @@ class Snapshot:
     epoch: EpochRecord | None = None
 
 
-class Look(NamedTuple):
-    """One record to read, because a hint named it."""
-
-    kind: HintKind
-    role: str
-    rank: int
-    incarnation: int
-    text: str
-
-
 class Due(NamedTuple):
     """What to do now.
 
     Attributes:
         everything: Read all areas and call ``snapshot`` (or ``failed``).
         leases: Read the leases and call ``leases``; never together with ``everything``.
-        looks: Read these records and call ``found`` for each.
+        looks: Read the records that these hints name and call ``found`` for each.
         probe: Send a probe.
     """
 
     everything: bool
     leases: bool
-    looks: tuple[Look, ...]
+    looks: tuple[Hint, ...]
     probe: bool
 
 
@@ -286,7 +275,10 @@ class DirectoryState:
         self._last_full_ns: int | None = None
         self._next_full_ns = now_ns
         self._next_leases_ns = now_ns
-        self._looks: dict[Look, tuple[int, int]] = {}
+        self._looks: dict[Hint, tuple[int, int]] = {}  # by hint: when to look, looks so far
+        self._absent: set[Incarnated] = set()
+        self._absent_agents: set[str] = set()
+        self._cost_ns = 0
         self.gaps = 0
         self.duplicates = 0
 
@@ -306,7 +298,8 @@ class DirectoryState:
             self._plan_again(look, now_ns)
         probe = self._has_hub and now_ns >= self._next_probe_ns
         if probe:
-            self._next_probe_ns = now_ns + int(self._settings.probe_again_s * _NS)
+            again_s = self._settings.probe_again_s if self._hints_up is not False else self._settings.probe_limit_s / 2
+            self._next_probe_ns = now_ns + int(again_s * _NS)
         return Due(everything, leases, looks, probe)
 
     def next_ns(self) -> int:
@@ -320,7 +313,7 @@ class DirectoryState:
         """Look at everything as soon as the spacing allows."""
         soonest = now_ns
         if self._last_full_ns is not None:
-            soonest = max(now_ns, self._last_full_ns + int(self._settings.spacing_s * _NS))
+            soonest = max(now_ns, self._last_full_ns + self._spacing_ns())
         self._next_full_ns = min(self._next_full_ns, soonest)
 
     def launching(self, *, active: bool, now_ns: int) -> None:
@@ -340,8 +333,10 @@ class DirectoryState:
             self.missed(now_ns)
         if hint.kind in (HintKind.STATE, HintKind.LEAVE):
             return [WorkerHint(hint)]
-        if not self._knows(hint) and len(self._looks) < _MAX_LOOKS:
-            self._looks.setdefault(Look(hint.kind, hint.role, hint.rank, hint.incarnation, hint.text), (now_ns, 0))
+        if hint.kind is HintKind.AGENT and hint.text in self._agents:
+            self.refresh(now_ns)  # changed or withdrawn
+        elif not self._knows(hint) and len(self._looks) < _MAX_LOOKS:
+            self._looks.setdefault(hint, (now_ns, 0))
         return []
 
     def missed(self, now_ns: int) -> None:
@@ -389,22 +384,18 @@ class DirectoryState:
         """
         events: list[Event] = self._readable()
         self._complete = True
-        workers = list(look.workers)
-        self._looks.clear()
+        self._cost_ns = cost_ns
         if look.epoch is not None:
             events += self._take_epoch(look.epoch)
         events += self._take_agents(look.agents)
         for exited in look.exits:
             events += self._take_exit(exited)
-        for worker in sorted(workers, key=lambda record: record.incarnation):
+        workers = sorted(look.workers, key=lambda record: record.incarnation)
+        for worker in workers:
             events += self._take_worker(worker)
-        present = {(record.role, record.rank, record.incarnation) for record in workers}
-        for name, record in list(self._workers.items()):
-            if (*name, record.incarnation) not in present:
-                del self._workers[name]
-                events.append(WorkerGone(record))
+        events += self._drop_withdrawn(workers)
+        self._looks = {hint: plan for hint, plan in self._looks.items() if not self._knows(hint)}
         events += self.leases(look.leases, now_ns)
-        self._next_full_ns = max(self._next_full_ns, now_ns + 4 * cost_ns)
         return events
 
     def leases(self, leases: Mapping[str, Lease], now_ns: int) -> list[Event]:
@@ -418,17 +409,17 @@ class DirectoryState:
             events += self._judge(holder)
         return events
 
-    def found(self, look: Look, record: WorkerRecord | ExitRecord | AgentRecord | EpochRecord | None) -> list[Event]:
+    def found(self, hint: Hint, record: WorkerRecord | ExitRecord | AgentRecord | EpochRecord | None) -> list[Event]:
         """Take the answer to one look; None (not there yet, or unreadable) is looked for again a few times."""
         if record is None:
             return []
-        self._looks.pop(look, None)
+        self._looks.pop(hint, None)
         if isinstance(record, WorkerRecord):
             return self._take_worker(record)
         if isinstance(record, ExitRecord):
             return self._take_exit(record)
         if isinstance(record, AgentRecord):
-            return self._take_agents([*(r for r in self._agents.values() if r.agent != record.agent), record])
+            return self._take_agent(record)
         return self._take_epoch(record)
 
     def failed(self, error: str) -> list[Event]:
@@ -460,18 +451,21 @@ class DirectoryState:
             periods.append(self._settings.launch_s)
         if self._hints_up is False:
             periods.append(self._settings.blind_s)
-        return int(min(periods) * _NS)
+        return max(int(min(periods) * _NS), self._spacing_ns())
+
+    def _spacing_ns(self) -> int:
+        return max(int(self._settings.spacing_s * _NS), 5 * self._cost_ns)
 
     def _lease_look_ns(self) -> int:
         return self._lease_period_ns if self._lease_period_ns is not None else int(self._settings.reconcile_s * _NS)
 
-    def _plan_again(self, look: Look, now_ns: int) -> None:
+    def _plan_again(self, hint: Hint, now_ns: int) -> None:
         """A record just announced may not be visible yet; after a few looks the reconcile will have to find it."""
-        _, tries = self._looks[look]
+        _, tries = self._looks[hint]
         if tries >= len(_LOOK_AGAIN_NS):
-            del self._looks[look]
+            del self._looks[hint]
         else:
-            self._looks[look] = (now_ns + _LOOK_AGAIN_NS[tries], tries + 1)
+            self._looks[hint] = (now_ns + _LOOK_AGAIN_NS[tries], tries + 1)
 
     def _knows(self, hint: Hint) -> bool:
         key = (hint.role, hint.rank, hint.incarnation)
@@ -481,7 +475,7 @@ class DirectoryState:
             return key in self._exits
         if hint.kind is HintKind.EPOCH:
             return self._epoch is not None and self._epoch.epoch >= hint.incarnation
-        return False
+        return hint.text in self._agents
 
     def _readable(self) -> list[Event]:
         if not self._trouble:
@@ -512,19 +506,40 @@ class DirectoryState:
             del self._workers[name]
         return [WorkerExited(record)]
 
-    def _take_agents(self, records: Iterable[AgentRecord]) -> list[Event]:
+    def _drop_withdrawn(self, workers: Iterable[WorkerRecord]) -> list[Event]:
+        """Forget workers whose records are gone in two looks running: one listing may lag behind."""
+        present = {(record.role, record.rank, record.incarnation) for record in workers}
+        missing = {(*name, record.incarnation): record for name, record in self._workers.items()}
+        missing = {key: record for key, record in missing.items() if key not in present}
         events: list[Event] = []
-        found = {record.agent: record for record in records}
-        for agent, record in found.items():
-            if self._agents.get(agent) != record:
-                events.append(AgentSeen(record))
-        for agent, record in self._agents.items():
-            if agent not in found:
-                events.append(AgentGone(record))
-                self._observer.forget(agent)  # it left in good order: its lease says nothing any more
-                self._lease_states.pop(agent, None)
-        self._agents = found
+        for key, record in missing.items():
+            if key in self._absent:
+                del self._workers[WorkerName(record.role, record.rank)]
+                self._seen.discard(key)
+                events.append(WorkerGone(record))
+        self._absent = set(missing)
         return events
+
+    def _take_agents(self, records: Iterable[AgentRecord]) -> list[Event]:
+        """Take a whole listing of agents; one that is gone in two looks running left in good order."""
+        events: list[Event] = []
+        present = set()
+        for record in records:
+            present.add(record.agent)
+            events += self._take_agent(record)
+        missing = self._agents.keys() - present
+        for agent in missing & self._absent_agents:
+            events.append(AgentGone(self._agents.pop(agent)))
+            self._observer.forget(agent)  # its lease says nothing any more
+            self._lease_states.pop(agent, None)
+        self._absent_agents = missing
+        return events
+
+    def _take_agent(self, record: AgentRecord) -> list[Event]:
+        if self._agents.get(record.agent) == record:
+            return []
+        self._agents[record.agent] = record
+        return [AgentSeen(record)]
 
     def _take_epoch(self, record: EpochRecord) -> list[Event]:
         if self._epoch is not None and record.epoch <= self._epoch.epoch:
