@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import tomllib
@@ -29,6 +30,8 @@ _PLAIN: Final[dict[str, KeyPath]] = {
     "ZBUS_LOG_FORMAT": ("log", "format"),
 }
 _MAX_FILE: Final = 8 << 20
+_MAX_DEPTH: Final = 32
+_MAX_SETTINGS: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,11 @@ def _yaml_settings(text: str, name: str) -> list[Setting]:
         if not isinstance(node, yaml.MappingNode):
             msg = f"{name} does not hold a mapping at the top"
             raise ConfigError(msg, facts={"from": f"{name}:{node.start_mark.line + 1}"})
-        return list(_flatten_yaml(loader, node, (), name))
+        settings = list(itertools.islice(_flatten_yaml(loader, node, (), name), _MAX_SETTINGS + 1))
+        if len(settings) > _MAX_SETTINGS:
+            msg = f"{name} sets more than {_MAX_SETTINGS:,} keys"
+            raise ConfigError(msg)
+        return settings
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}:{mark.line + 1}" if mark is not None else name
@@ -106,16 +113,21 @@ def _yaml_settings(text: str, name: str) -> list[Setting]:
 
 
 def _flatten_yaml(loader: _Loader, node: yaml.MappingNode, above: KeyPath, name: str) -> Iterator[Setting]:
-    loader.flatten_mapping(node)
+    if len(above) > _MAX_DEPTH:
+        msg = f"config key `{dotted(above[:3])}…` is nested more than {_MAX_DEPTH} deep, or refers to itself"
+        raise ConfigError(msg, facts={"from": f"{name}:{node.start_mark.line + 1}"})
     seen: set[str] = set()
-    for key_node, value_node in node.value:
+    for key_node, _ in node.value:
         key = str(key_node.value)
-        origin = f"{name}:{key_node.start_mark.line + 1}"
-        path = (*above, key)
         if key in seen:
-            msg = f"config key `{dotted(path)}` stands twice"
-            raise ConfigError(msg, facts={"from": origin})
+            msg = f"config key `{dotted((*above, key))}` stands twice"
+            raise ConfigError(msg, facts={"from": f"{name}:{key_node.start_mark.line + 1}"})
         seen.add(key)
+    # Merged keys come first in the flattened node, so the mapping's own win over them.
+    loader.flatten_mapping(node)
+    for key_node, value_node in node.value:
+        path = (*above, str(key_node.value))
+        origin = f"{name}:{key_node.start_mark.line + 1}"
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             yield from _flatten_yaml(loader, value_node, path, name)
             continue
