@@ -83,7 +83,11 @@ def _reasons(node: ast.AST, *, sockets_allowed: bool) -> Iterator[str]:
         case ast.Name(id=name) if name in NAMES and isinstance(node.ctx, ast.Load):
             yield f"{name}: {NAMES[name]}"
         case ast.Attribute(value=owner, attr=attribute):
-            yield from _attribute(owner, attribute, sockets_allowed=sockets_allowed)
+            yield from _attribute(owner, attribute)
+        case ast.Call(func=ast.Attribute(value=owner, attr="socket")) if not sockets_allowed:
+            # `socket.socket()` is the standard library's; every other `.socket()` is taken for a ZeroMQ context's.
+            if not (isinstance(owner, ast.Name) and owner.id == "socket"):
+                yield f".socket() outside {TRANSPORT}: only the socket factory makes sockets"
         case ast.keyword(arg="allow_pickle", value=ast.Constant(value=False)):
             pass
         case ast.keyword(arg="allow_pickle"):
@@ -98,7 +102,7 @@ def _module(name: str) -> Iterator[str]:
         yield f"import {name}: {MODULES[top]}"
 
 
-def _attribute(owner: ast.expr, attribute: str, *, sockets_allowed: bool) -> Iterator[str]:
+def _attribute(owner: ast.expr, attribute: str) -> Iterator[str]:
     owner_name = owner.id if isinstance(owner, ast.Name) else None
     if attribute in METHODS:
         yield f".{attribute}: {METHODS[attribute]}"
@@ -106,9 +110,6 @@ def _attribute(owner: ast.expr, attribute: str, *, sockets_allowed: bool) -> Ite
         yield f"{owner_name}.{attribute}: {CALLS[owner_name or '', attribute]}"
     elif owner_name == "builtins" and attribute in NAMES:
         yield f"builtins.{attribute}: {NAMES[attribute]}"
-    elif attribute == "socket" and owner_name != "socket" and not sockets_allowed:
-        # `socket.socket` is the standard library's; every other `.socket` is taken for a ZeroMQ context's.
-        yield f".socket outside {TRANSPORT}: only the socket factory makes sockets"
 
 
 def _files(paths: Sequence[str]) -> Iterator[Path]:
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
     """Check the given files and directories, or the project's, relative to the current directory."""
     violations = [
         violation
-        for path in _files(arguments or ROOTS)
+        for path in _files(arguments or [root for root in ROOTS if Path(root).is_dir()])
         for violation in check_source(path.read_text(encoding="utf-8"), path.as_posix())
     ]
     for violation in violations:
