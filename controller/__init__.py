@@ -17,15 +17,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from controller.controller import Controller as Controller
-    from controller.controller import Role as Role
     from controller.futures import BatchFuture as BatchFuture
     from controller.futures import wait_future_ordered as wait_future_ordered
     from controller.group import Group as Group
+    from controller.role import Role as Role
+    from controller.scheduling.api import Job as Job
+    from controller.scheduling.api import ScheduleStrategy as ScheduleStrategy
+    from controller.scheduling.api import Scheduling as Scheduling
+    from controller.scheduling.api import Worker as Worker
 
 _HOMES: Final = {
-    "controller.controller": ("Controller", "Role"),
+    "controller.controller": ("Controller",),
     "controller.futures": ("BatchFuture", "wait_future_ordered"),
     "controller.group": ("Group",),
+    "controller.role": ("Role",),
+    "controller.scheduling.api": ("Job", "ScheduleStrategy", "Scheduling", "Worker"),
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
 
