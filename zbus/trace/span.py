@@ -137,7 +137,7 @@ def traced(target: Any = None, /, category: str = "misc", **args: Any) -> Any:
     if callable(target):
         return _wrap(target, target.__qualname__, category, args)
 
-    def decorate(function: F) -> F:
+    def decorate(function: Any) -> Any:
         return _wrap(function, target or function.__qualname__, category, args)
 
     return decorate

@@ -1,0 +1,203 @@
+"""One trace event: the typed fast path for good lines, and the repairs for the others.
+
+``args`` stay undecoded bytes on the fast path. What cannot be decoded that way goes through ``Repairer``, which
+keeps all that has a meaning, and counts what it changed or dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, Final
+
+import msgspec
+
+from traceview.problems import Problems
+
+__all__ = ["NO_ARGS", "PHASES", "Event", "Repairer", "decode_event", "encode_args", "encode_event"]
+
+NO_ARGS: Final = msgspec.Raw(b"")
+PHASES: Final = frozenset("XBEiIMCbensftSTpFPNODRcvV(,)")
+"""The phases of the Chrome trace format."""
+
+_INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
+_MAX_RESCANS: Final = 8
+
+
+class Event(msgspec.Struct, omit_defaults=True, gc=False):
+    """One event. ``ts`` and ``dur`` in microseconds; ``track`` as in ``docs/reference/trace-format.md``."""
+
+    name: str = ""
+    ph: str = ""
+    ts: float | None = None
+    dur: float | None = None
+    pid: int = 0
+    tid: int = 0
+    cat: str = ""
+    s: str = ""
+    track: str = ""
+    bind_id: int | str = ""
+    flow_out: bool = False
+    flow_in: bool = False
+    id: int | str = ""
+    id2: msgspec.Raw = NO_ARGS
+    bp: str = ""
+    scope: str = ""
+    cname: str = ""
+    tts: float | None = None
+    tdur: float | None = None
+    args: msgspec.Raw = NO_ARGS
+
+
+decode_event = msgspec.json.Decoder(Event).decode
+"""Decode one line; raises ``msgspec.DecodeError`` for anything but a well-typed event object."""
+
+encode_event = msgspec.json.Encoder().encode
+_decode_any = msgspec.json.Decoder().decode
+
+
+def encode_args(args: Any) -> msgspec.Raw:
+    """Return ``args`` as strict JSON bytes; empty for an empty mapping."""
+    return msgspec.Raw(encode_event(_plain(args))) if args else NO_ARGS
+
+
+class Repairer:
+    """Makes events of what the fast path refused; one per file.
+
+    Args:
+        path: Shown in problems.
+        problems: Where every repair and drop is counted.
+    """
+
+    def __init__(self, path: str, problems: Problems) -> None:
+        self._path = path
+        self._problems = problems
+        self._ids: dict[str, int] = {}
+        self._constants = 0
+        self._decoder = json.JSONDecoder(strict=False, parse_constant=self._constant)
+        self.names: dict[int, str] = {}
+        """Ids given to textual pids and tids, with their text."""
+
+    def line(self, line: bytes, number: int, *, last: bool) -> list[Event]:
+        """Return the events that can be saved from a line the fast path refused."""
+        where = f"{self._path}:{number}"
+        clean = line.strip(b"\0\r \t")
+        if len(clean) < len(line.rstrip(b"\r")) and b"\0" in line:
+            self._problems.add("ZT0107", "nul_bytes", f"{where} holds {line.count(0)} NUL bytes, skipped")
+        if not clean:
+            return []
+        try:
+            text = clean.decode()
+        except UnicodeDecodeError:
+            text = clean.decode("utf-8", "replace")
+            self._problems.add("ZT0108", "bad_utf8", f"{where} is not valid UTF-8: replaced")
+        try:
+            found = [self._decoder.decode(text)]
+        except (ValueError, RecursionError):
+            found = self._rescan(text)
+            cut = "cut off" if last else "cut off or not JSON"
+            lost = f"{len(clean)} bytes ignored" if not found else f"{len(found)} later event kept"
+            self._problems.add("ZT0107", "truncated_tail" if last else "bad_line", f"{where} {cut} ({lost})")
+        events = [event for value in found if (event := self.value(value, where)) is not None]
+        self._note_constants(where)
+        return events
+
+    def value(self, value: Any, where: str) -> Event | None:
+        """Return the event a decoded value stands for, or None (counted) if it has no meaning."""
+        if not isinstance(value, dict):
+            self._problems.add("ZT0107", "not_an_object", f"{where} is not a JSON object, skipped")
+            return None
+        phase = value.get("ph")
+        if not isinstance(phase, str) or phase not in PHASES:
+            self._drop("no_phase" if phase is None else "unknown_phase", where)
+            return None
+        ts = self._number(value.get("ts"), "ts", where)
+        if ts is None and phase != "M":
+            self._drop("no_ts", where)
+            return None
+        event = Event(name=_text(value.get("name", "")), ph=phase, ts=ts, cat=_text(value.get("cat", "")))
+        event.dur = self._number(value.get("dur"), "dur", where) if phase == "X" else None
+        event.pid, event.tid = self.identity(value.get("pid", 0)), self.identity(value.get("tid", 0))
+        for key in ("s", "track", "bp", "scope", "cname"):
+            if isinstance(value.get(key), str):
+                setattr(event, key, value[key])
+        for key in ("id", "bind_id"):
+            if isinstance(value.get(key), int | str) and value[key] is not True:
+                setattr(event, key, value[key])
+        event.flow_out, event.flow_in = value.get("flow_out") is True, value.get("flow_in") is True
+        if isinstance(value.get("id2"), dict):
+            event.id2 = encode_args(value["id2"])
+        args = value.get("args")
+        event.args = encode_args(args if isinstance(args, dict) or args is None else {"value": args})
+        return event
+
+    def identity(self, value: Any) -> int:
+        """Return a pid or tid as a number; texts such as ``cuda:0`` get numbers of their own, kept in ``names``."""
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        if isinstance(value, str) and value.isdecimal():
+            return int(value)
+        text = _text(value)
+        number = self._ids.setdefault(text, -1 - len(self._ids))
+        self.names[number] = text
+        return number
+
+    def _rescan(self, text: str) -> list[Any]:
+        """Find a whole object behind a torn one: a crash tore a line and a restarted process went on in it."""
+        at = 0
+        for _ in range(_MAX_RESCANS):
+            at = text.find('{"', at + 1)
+            if at < 0:
+                return []
+            try:
+                value, end = self._decoder.raw_decode(text, at)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(value, dict) and "ph" in value and not text[end:].strip():
+                return [value]
+        return []
+
+    def _number(self, value: Any, key: str, where: str) -> float | None:
+        if isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                return None
+            self._problems.add("ZT0108", f"text_{key}", f"{where} has {key} as text: read as a number")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        try:
+            number = float(value)
+        except OverflowError:
+            return None
+        return number if math.isfinite(number) else None
+
+    def _drop(self, kind: str, where: str) -> None:
+        self._problems.add("ZT0109", kind, f"{where} dropped: {kind.replace('_', ' ')}")
+
+    def _constant(self, _name: str) -> None:
+        self._constants += 1
+
+    def _note_constants(self, where: str) -> None:
+        if self._constants:
+            self._problems.add("ZT0108", "nan", f"{where} holds NaN or Infinity: null instead", self._constants)
+            self._constants = 0
+
+
+def _text(value: Any) -> str:
+    text = value if isinstance(value, str) else str(value)
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, dict):
+        return {_text(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    if isinstance(value, int) and not _INT_MIN <= value <= _INT_MAX:
+        return str(value)
+    return value
