@@ -111,10 +111,9 @@ class FileRegistry:
         """Store or replace the whole record."""
         area, name = self._check(key, value)
         self._heal()
-        data = pack(value)
 
         def step(directory: Area) -> None:
-            self._replace(directory, name, data, durable=durable)
+            self._replace(directory, name, value, durable=durable)
 
         self._write("write", key, area, step)
         self._remember(key, value)
@@ -123,48 +122,37 @@ class FileRegistry:
         """Return the value, or None where there is none (yet)."""
         area, name = self._check(key)
 
-        def step() -> bytes | None:
-            try:
-                with self._fs.open(area) as directory:
-                    return self._read(directory, name, absent_is_proof=False)
-            except FileNotFoundError:
-                return None
+        def step(directory: Area) -> bytes | None:
+            return self._read(directory, name, absent_is_proof=False)
 
-        return self._guard("read", key, step)
+        return self._look("read", key, area, step, None)
 
     def list(self, prefix: str) -> Listing:
         """Return all records of one area."""
         area = area_of(prefix)
         self._check_open()
 
-        def step() -> Listing:
-            try:
-                with self._fs.open(area) as directory:
-                    return self._list(area, directory)
-            except FileNotFoundError:
-                return Listing()
-            except OSError as error:
-                if error.errno in (errno.ENOTDIR, errno.ELOOP):
-                    return Listing(junk=(f"{area}: not a directory",))
-                raise
+        def step(directory: Area) -> Listing:
+            return self._list(area, directory)
 
-        return self._guard("list", area, step)
+        try:
+            return self._look("list", area, area, step, Listing())
+        except RegistryError as error:
+            if isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOTDIR, errno.ELOOP):
+                return Listing(junk=(f"{area}: not a directory",))
+            raise
 
     def delete(self, key: str, expected: bytes | None = None) -> bool:
         """Remove a record; with ``expected``, only while that value stands."""
         area, name = self._check(key)
 
-        def step() -> bool:
-            try:
-                with self._fs.open(area) as directory:
-                    return self._delete(directory, name, expected)
-            except FileNotFoundError:
-                return False
+        def step(directory: Area) -> bool:
+            return self._delete(directory, name, expected)
 
         with self._lock:
             if expected is None or self._own.get(key) == expected:
                 self._own.pop(key, None)
-        return self._guard("delete", key, step)
+        return self._look("delete", key, area, step, absent=False)
 
     def close(self) -> None:
         """Refuse further calls; records stay."""
@@ -174,19 +162,16 @@ class FileRegistry:
 
     def _claim(self, key: str, value: bytes) -> bytes:
         area, name = split_key(key)
-        data = pack(value)
 
         def step(directory: Area) -> bytes:
             standing = self._read(directory, name)
-            if standing is None:
-                standing = self._link(directory, name, value, data)
-            return standing
+            return self._link(directory, name, value) if standing is None else standing
 
         return self._write("claim", key, area, step)
 
-    def _link(self, directory: Area, name: str, value: bytes, data: bytes) -> bytes:
+    def _link(self, directory: Area, name: str, value: bytes) -> bytes:
         """Try to give a finished file the claimed name, then say what stands there."""
-        temp = self._write_temp(directory, data, durable=True)
+        temp = self._write_temp(directory, value, durable=True)
         try:
             failure: OSError | None = None
             try:
@@ -208,12 +193,12 @@ class FileRegistry:
         finally:
             self._discard(directory, temp)
 
-    def _replace(self, directory: Area, name: str, data: bytes, *, durable: bool) -> None:
-        temp = self._write_temp(directory, data, durable=durable)
+    def _replace(self, directory: Area, name: str, value: bytes, *, durable: bool) -> None:
+        temp = self._write_temp(directory, value, durable=durable)
         try:
             directory.rename(temp, name)
         except FileNotFoundError:
-            if not self._stands(directory, name, data):  # else a resent rename reported failure after success
+            if not self._stands(directory, name, value):  # else a resent rename reported failure after success
                 raise
         except BaseException:
             self._discard(directory, temp)
@@ -226,7 +211,10 @@ class FileRegistry:
             directory.unlink(name)
             directory.sync()
             return True
-        if not self._stands(directory, name, pack(expected)):
+        try:
+            if self._read(directory, name) != expected:
+                return False
+        except NotARecord:
             return False
         aside = self._temps.new()
         try:
@@ -234,15 +222,24 @@ class FileRegistry:
         except FileNotFoundError:
             if aside not in directory.names():  # else a resent rename reported failure after success
                 return False
-        gone = self._stands(directory, aside, pack(expected))
-        if not gone:
-            self._give_back(directory, aside, name)
-        self._discard(directory, aside)
-        directory.sync()
+        gone = False
+        try:
+            gone = self._read(directory, aside) == expected
+        except NotARecord:
+            gone = False
+        finally:
+            if not gone:  # replaced between the look and the move
+                self._give_back(directory, aside, name)
+            self._discard(directory, aside)
+        try:
+            directory.sync()
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # the whole directory went, and the record with it
+                raise
         return gone
 
     def _give_back(self, directory: Area, aside: str, name: str) -> None:
-        """A record was replaced between the look and the move: return its name, unless a newer one took it."""
+        """Give a record that was moved aside its name back, unless a newer one took it."""
         try:
             directory.link(aside, name)
         except FileExistsError:
@@ -250,7 +247,7 @@ class FileRegistry:
         except OSError:
             directory.rename(aside, name)  # better an older record over a newer than none at all
 
-    def _write_temp(self, directory: Area, data: bytes, *, durable: bool) -> str:
+    def _write_temp(self, directory: Area, value: bytes, *, durable: bool) -> str:
         while True:
             temp = self._temps.new()
             try:
@@ -260,7 +257,7 @@ class FileRegistry:
                 continue
         try:
             try:
-                directory.write(handle, data)
+                directory.write(handle, pack(value))
                 if durable:
                     directory.fsync(handle)
             finally:
@@ -277,10 +274,10 @@ class FileRegistry:
         except OSError:
             return
 
-    def _stands(self, directory: Area, name: str, data: bytes) -> bool:
+    def _stands(self, directory: Area, name: str, value: bytes) -> bool:
         try:
-            return directory.read(name, MAX_FILE_BYTES)[1] == data
-        except OSError:
+            return self._read(directory, name) == value
+        except (OSError, NotARecord):
             return False
 
     def _read(self, directory: Area, name: str, *, absent_is_proof: bool = True) -> bytes | None:
@@ -303,7 +300,7 @@ class FileRegistry:
                 if error.errno in (errno.ENXIO, errno.EISDIR):
                     msg = "not a regular file"
                     raise NotARecord(msg) from error
-                if error.errno != errno.ESTALE or attempt >= _ATTEMPTS:
+                if error.errno != errno.ESTALE or attempt >= _LOOKS:
                     raise
             self._sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -369,6 +366,24 @@ class FileRegistry:
                 if attempt > 1:
                     self._sleep(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            raise AssertionError  # pragma: no cover  # the loop above has no end
+
+        return self._guard(action, key, attempts)
+
+    def _look(self, action: str, key: str, area: str, step: Callable[[Area], _T], absent: _T) -> _T:
+        """Run a step that makes nothing: whatever is missing gives ``absent``, a stale handle is opened again."""
+
+        def attempts() -> _T:
+            for attempt in itertools.count(1):
+                try:
+                    with self._fs.open(area) as directory:
+                        return step(directory)
+                except FileNotFoundError:
+                    return absent
+                except OSError as error:
+                    if error.errno != errno.ESTALE or attempt >= _ATTEMPTS:
+                        raise
+                self._sleep(_FIRST_PAUSE_S)
             raise AssertionError  # pragma: no cover  # the loop above has no end
 
         return self._guard(action, key, attempts)
