@@ -110,7 +110,8 @@ def _scalar(value: np.generic, _state: Encoder) -> list[Any]:
 
 
 def _text(value: np.str_ | np.bytes_, _state: Encoder) -> list[Any]:
-    return [_TEXT, str(value)] if isinstance(value, np.str_) else [_TEXT, bytes(value)]
+    # numpy's own ``__str__`` drops trailing zeros.
+    return [_TEXT, str.__str__(value) if isinstance(value, np.str_) else bytes(value)]
 
 
 def _dtype(value: np.dtype[Any], _state: Encoder) -> list[Any]:

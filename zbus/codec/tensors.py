@@ -113,10 +113,8 @@ def _build_tensor(items: list[Any], state: Decoder) -> torch.Tensor:
     shape = items[2:]
     nbytes = shape_of(shape, dtype.itemsize)
     data = state.view(items[1], nbytes)
-    if not nbytes:
-        return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(data, dtype=torch.uint8)
-    if flat.data_ptr() % dtype.itemsize:
+    flat = torch.frombuffer(data, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
+    if nbytes and flat.data_ptr() % dtype.itemsize:
         flat = flat.clone()
     return flat.view(dtype).reshape(shape)
 
