@@ -91,7 +91,7 @@ class AgentConfig:
         bind_host: Address for tcp sockets and held ports.
         use_template: Fork ranks from a template instead of executing an interpreter for each.
         propagate_exit: A lone rank's exit code becomes the agent's.
-        devices: Accelerators of this agent, handed out ``devices_per_rank`` to each rank in order.
+        devices: Accelerators by local rank, each as ``CUDA_VISIBLE_DEVICES`` takes it; empty leaves it as it is.
         worker_main: What ranks run; only tests set it.
         worker_command: Command of ranks that are started by exec; only tests set it.
     """
@@ -111,7 +111,6 @@ class AgentConfig:
     use_template: bool = True
     propagate_exit: bool = False
     devices: tuple[str, ...] = ()
-    devices_per_rank: int = 0
     worker_main: RankMain | None = None
     worker_command: Sequence[str] = spawn.WORKER_COMMAND
 
@@ -467,7 +466,12 @@ class Agent:
                 case Escalate(cause):
                     log.error("giving up: %s", cause)
                 case Finish(code, reason):
-                    if self.config.propagate_exit and len(self._claims) == 1 and code == EXIT_WORKER_LOST and self._last_exit:
+                    if (
+                        self.config.propagate_exit
+                        and len(self._claims) == 1
+                        and code == EXIT_WORKER_LOST
+                        and self._last_exit
+                    ):
                         code = self._last_exit
                     self._result = (code, reason)
 
@@ -586,11 +590,8 @@ class Agent:
     _store_taken = False
 
     def _device_env(self, local: int) -> dict[str, str]:
-        count = self.config.devices_per_rank
-        if not count:
-            return {}
-        mine = self.config.devices[local * count : (local + 1) * count]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+        devices = self.config.devices
+        return {"CUDA_VISIBLE_DEVICES": devices[local]} if local < len(devices) and devices[local] else {}
 
     def _spawn_failed(self, rank: int, reason: str) -> None:
         log.error("%s/%d could not be started: %s", self.config.role, rank, reason)

@@ -1,1 +1,1 @@
-
+"""Schedulers: they place and start agents, nothing more."""
