@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from waiting import wait_until
 
 settings.register_profile("default", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("wide", deadline=None, max_examples=2000, suppress_health_check=[HealthCheck.too_slow])
@@ -16,7 +17,7 @@ settings.load_profile(os.environ.get("ZBUS_TEST_PROFILE", "default"))
 
 
 @pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the developer's own settings, so that a test sees only what it sets."""
     for name in list(os.environ):
         if name.startswith(("ZBUS_", "SLURM_")) and not name.startswith("ZBUS_TEST_"):
@@ -30,3 +31,39 @@ def short_dir() -> Iterator[Path]:
     """Give a private directory with a path short enough for ipc sockets (107 bytes), removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="zt", dir="/tmp") as path:
         yield Path(path)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test of real processes that leaves one behind."""
+    if not {"integration", "faults"} & set(request.path.parts):
+        yield
+        return
+    before = _children()
+    yield
+    wait_until(lambda: not _children() - before, what="the end of every process that this test started")
+
+
+def _children() -> set[str]:
+    """Return the living child processes of this one as ``pid command``; zombies are gone."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            pids = (task / "children").read_text().split()
+        except OSError:  # the thread ended, or the kernel has no such file
+            continue
+        for pid in pids:
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if command:  # a zombie has none
+                found.add(f"{pid} {command.strip()}")
+    return found
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep tests marked ``alone`` on one xdist worker, so that they do not disturb each other."""
+    for item in items:
+        if item.get_closest_marker("alone"):
+            item.add_marker(pytest.mark.xdist_group("alone"))
