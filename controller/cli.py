@@ -51,9 +51,7 @@ def _console(options: dict[str, Any]) -> tuple[Console, str | None]:
     as_json = options.pop("as_json", False) or above.get("as_json", False)
     color = options.pop("color", None) or above.get("color") or "auto"
     root = options.pop("root", None) or above.get("root")
-    console = Console(json=as_json, verbosity=-1 if quiet else verbosity, color=color)
-    context.find_root().obj = console
-    return console, root
+    return Console(json=as_json, verbosity=-1 if quiet else verbosity, color=color), root
 
 
 def _version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:  # noqa: FBT001 - click's call
@@ -61,7 +59,7 @@ def _version(context: click.Context, _parameter: click.Parameter, value: bool) -
         return
     from zbus import __version__
 
-    if "--json" in sys.argv[1:] or context.params.get("as_json"):
+    if "--json" in context.obj:
         import json
         import platform
 
@@ -241,17 +239,18 @@ def explain_command(code: str | None, **options: Any) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command and exit with the code of ``docs/reference/exit-codes.md``."""
+    typed = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        code = cli.main(args=list(arguments) if arguments is not None else None, standalone_mode=False)
+        code = cli.main(args=typed, prog_name="zbus-controller", standalone_mode=False, obj=typed)
     except click.exceptions.Exit as done:
         code = done.exit_code
     except click.exceptions.Abort:
         code = 130
     except click.ClickException as error:
-        _usage_error(error)
+        _usage_error(error, typed)
         code = 2
     except (ZbusError, ExceptionGroup) as error:
-        code = _fail(error)
+        code = _fail(error, typed)
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:
@@ -261,34 +260,34 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _wants_json(context: click.Context | None) -> bool:
-    return bool(context and context.params.get("as_json")) or "--json" in sys.argv[1:]
-
-
-def _usage_error(error: click.ClickException) -> None:
+def _usage_error(error: click.ClickException, typed: Sequence[str]) -> None:
     """Show a usage error in the house's form, with click's own suggestion as it is."""
     from controller.render import Block, render_block
 
     context = getattr(error, "ctx", None)
     message = error.format_message()
     path = context.command_path if context is not None else "zbus-controller"
-    console = Console(json=_wants_json(context))
+    console = Console(json="--json" in typed)
     console.object({"schema": "zbus.error/1", "error": {"code": "ZB0101", "message": message, "exit_code": 2}})
     first, *rest = message.splitlines()
     block = Block("ZB0101", first[:1].lower() + first[1:].rstrip("."), hint=" ".join([*rest, f"see {path} --help"]))
     console.error(render_block(block, console.err_style(), console.width))
 
 
-def _fail(error: Exception) -> int:
+def _fail(error: Exception, typed: Sequence[str]) -> int:
     from controller.render import error_json, exit_code_of, render_error
 
-    context = click.get_current_context(silent=True)
-    console = Console(json="--json" in sys.argv[1:], verbosity=sum(arg in ("-v", "-vv") for arg in sys.argv))
-    if context is not None and isinstance(context.find_root().obj, Console):
-        console = context.find_root().obj
+    # Click's context is gone by now, and an error may come before the options were understood.
+    console = Console(json="--json" in typed, verbosity=sum(text in ("-v", "-vv", "--verbose") for text in typed))
+    if (at := _index(typed, "--color")) is not None and typed[at + 1 : at + 2]:
+        console.color = typed[at + 1]
     console.object({"schema": "zbus.error/1", "error": error_json(error)})
     console.error(render_error(error, style=console.err_style(), width=console.width, verbose=console.verbose))
     return exit_code_of(error)
+
+
+def _index(texts: Sequence[str], text: str) -> int | None:
+    return texts.index(text) if text in texts else None
 
 
 if __name__ == "__main__":

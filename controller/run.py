@@ -155,7 +155,7 @@ class _Execution:
 
     def _drive(self) -> dict[str, Any]:
         if self._target.script is not None:
-            run_script(self._target.script, self._options.arguments)
+            run_script(self._target.script, [self._target.text, *self._options.arguments])
             return {}
         driver = find_driver(self._target)
         config = self._context.config

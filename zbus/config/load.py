@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_typ
 import msgspec
 from msgspec import Meta, Struct
 
-from zbus import names
+from zbus.config.checks import finish, require_engines
 from zbus.config.schema import DURATION, SIZE, Config, RoleConfig
 from zbus.config.sources import (
     KeyPath,
@@ -30,8 +30,6 @@ from zbus.errors import ConfigError
 __all__ = ["Resolved", "all_keys", "load_config", "user_config_file"]
 
 _FREE: Final = ("params", "args", "kwargs")
-_ENGINE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_ENGINE_FILE: Final = re.compile(r"(?P<file>.+\.py):(?P<name>[A-Za-z_][\w.]*)")
 _PARSERS: Final[dict[str, Callable[[object, str], float]]] = {DURATION: parse_duration, SIZE: parse_size}
 
 
@@ -107,8 +105,8 @@ def load_config(
     directory = Path(names_of_files[-1]).resolve().parent if names_of_files else None
     origins = {dotted(path): origin for path, origin in merged.origins.items()}
     if complete:
-        _require_engines(config, origins)
-    return Resolved(_finish(config, origins, directory), origins, directory)
+        require_engines(config, origins)
+    return Resolved(finish(config, origins, directory), origins, directory)
 
 
 def user_config_file(env: Mapping[str, str]) -> Path | None:
@@ -162,6 +160,7 @@ def _merge(settings: Iterable[Setting]) -> _Merged:
         if isinstance(node.get(last), dict):
             _forget_below(merged, setting.path)
         node[last] = {} if setting.value == {} else setting.value
+        merged.origins.pop(setting.path, None)  # the order tells which key was set last
         merged.origins[setting.path] = setting.origin
         merged.raws[setting.path] = setting.raw
     return merged
@@ -282,84 +281,6 @@ def _closest(path: KeyPath, tree: Mapping[str, Any]) -> str | None:
     near = near or difflib.get_close_matches(dotted(path), keys, 1, 0.7)
     same_name = [key for key in keys if key.rpartition(".")[2] == path[-1]]
     return near[0] if near else (same_name[0] if same_name else None)
-
-
-# -- what the schema cannot say ----------------------------------------------------------------------------------------
-
-
-def _finish(config: Config, origins: Mapping[str, str], directory: Path | None) -> Config:
-    """Check names and sizes, and turn ``file.py:Class`` engines into a module and an import directory."""
-    for value, what in ((config.experiment, "experiment"), (config.trial, "trial")):
-        if value:
-            _named(value, what, what, origins)
-    roles = {}
-    for name, role in config.roles.items():
-        _named(name, "role", f"roles.{name}", origins)
-        roles[name] = _finish_role(name, role, origins, directory)
-    return msgspec.structs.replace(config, roles=roles)
-
-
-def _require_engines(config: Config, origins: Mapping[str, str]) -> None:
-    for name, role in config.roles.items():
-        if not role.engine:
-            near = difflib.get_close_matches(name, [other for other, r in config.roles.items() if r.engine], 1)
-            msg = f"config key `roles.{name}.engine` is missing"
-            raise ConfigError(
-                msg,
-                facts={"from": _first_origin(f"roles.{name}", origins)},
-                hint=f"did you mean `roles.{near[0]}`?" if near else f"add roles.{name}.engine=package.module:Class",
-            )
-
-
-def _finish_role(name: str, role: RoleConfig, origins: Mapping[str, str], directory: Path | None) -> RoleConfig:
-    size = 1
-    for axis in role.mesh.values():
-        size *= axis
-    replicas = role.replicas if role.replicas is not None else size
-    if role.mesh and replicas != size:
-        shape = " x ".join(f"{axis} {n}" for axis, n in role.mesh.items())
-        msg = f"role `{name}` has {replicas} replicas, but its mesh ({shape}) needs {size}"
-        raise ConfigError(
-            msg,
-            facts={
-                "from": _first_origin(f"roles.{name}.{'replicas' if role.replicas is not None else 'mesh'}", origins)
-            },
-            hint=_fit_mesh(name, role.mesh, replicas, size),
-        )
-    engine, sys_path = role.engine, list(role.sys_path)
-    base = directory or Path.cwd()
-    sys_path = [str((base / entry).resolve()) for entry in sys_path]
-    if match := _ENGINE_FILE.fullmatch(engine):
-        file = (base / match["file"]).resolve()
-        if not file.is_file():
-            msg = f"engine file of role `{name}` does not exist: {file}"
-            raise ConfigError(msg, facts={"from": origins.get(f"roles.{name}.engine", "default")})
-        engine, sys_path = f"{file.stem}:{match['name']}", [str(file.parent), *sys_path]
-    elif engine and not _ENGINE.fullmatch(engine):
-        msg = f"engine of role `{name}` is not of the form module:Class: {engine!r}"
-        raise ConfigError(msg, facts={"from": origins.get(f"roles.{name}.engine", "default")})
-    if directory is not None and str(directory) not in sys_path:
-        sys_path.append(str(directory))
-    return msgspec.structs.replace(role, replicas=replicas, engine=engine, sys_path=sys_path)
-
-
-def _fit_mesh(name: str, mesh: Mapping[str, int], replicas: int, size: int) -> str:
-    if len(mesh) == 1:
-        return f"set roles.{name}.mesh.{next(iter(mesh))}={replicas} too, or roles.{name}.replicas={size}"
-    return f"set roles.{name}.replicas={size} or change roles.{name}.mesh"
-
-
-def _first_origin(key: str, origins: Mapping[str, str]) -> str:
-    """Return the origin of a key or of the first one below it."""
-    return origins.get(key) or next((o for k, o in origins.items() if k.startswith(f"{key}.")), "default")
-
-
-def _named(value: str, what: str, key: str, origins: Mapping[str, str]) -> None:
-    try:
-        names.check(value, what)
-    except ConfigError as error:
-        error.facts["from"] = _first_origin(key, origins)
-        raise
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

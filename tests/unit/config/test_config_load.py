@@ -150,7 +150,8 @@ def test_environment_reaches_roles_and_their_env(config_file):
         ("rpc=5", "config key `rpc` holds a section", ""),
         ("roles.actor.engine=engines.Actor", "not of the form module:Class", ""),
         ("roles.actor.engine=gone.py:Actor", "does not exist", ""),
-        ("roles.actor.replicas=3", "has 3 replicas, but its mesh (dp 4) needs 4", "roles.actor.mesh.dp=3"),
+        ("roles.actor.mesh={dp: 3}", "has 4 replicas, but its mesh (dp 3) needs 3", "roles.actor.mesh.dp=4"),
+        ("roles.actor.mesh.tp=3", "has 4 replicas, but its mesh (dp 4 x tp 3) needs 12", "roles.actor.replicas=12"),
         ("experiment=../up", "experiment '../up' is not a valid name", ""),
         ("roles.a/b.engine=m:C", "role 'a/b' is not a valid name", ""),
         ("+rpc.timeout=5", "starts with `+`", "rpc.timeout=5"),
@@ -177,7 +178,7 @@ def test_a_bad_override_is_refused_with_its_place_and_a_way_out(config_file, ove
         ("- a\n- b\n", "does not hold a mapping", 1),
         ("rpc: {timeout: [1\n", "not valid YAML", 2),
         ("roles:\n  actor:\n    engine: m:C\n    env: {A: {b: c}}\n", "roles.actor.env.A", 4),
-        ("params: &p\n  again: *p\n", "refers to itself", 2),
+        ("params: &p\n  again: *p\n", "refers to itself", 1),
     ],
 )
 def test_a_bad_file_is_refused_with_its_line(tmp_path, text, sentence, line):
@@ -273,13 +274,19 @@ def test_replicas_follow_the_mesh():
     assert RoleConfig(engine="m:C", mesh={"dp": 2}).world_size == 2
 
 
+def test_a_count_given_for_this_run_stretches_a_mesh_of_one_axis(config_file):
+    """`--role actor=2` on a file with mesh {dp: 4} means dp 2; with two axes the user must say which."""
+    role = load([config_file], ["roles.actor.replicas=2"]).config.roles["actor"]
+    assert (role.replicas, role.mesh) == (2, {"dp": 2})
+
+
 def test_an_engine_may_be_a_file_beside_the_config(tmp_path):
     """`file.py:Class` is found from the config's directory, which workers can import from."""
     (tmp_path / "engines.py").write_text("")
     file = tmp_path / "job.yaml"
     file.write_text("roles: {a: {engine: 'engines.py:Actor'}, b: {engine: 'pkg.mod:C', sys_path: [lib]}}\n")
     roles = load([file]).config.roles
-    assert (roles["a"].engine, roles["a"].sys_path) == ("engines:Actor", [str(tmp_path)])
+    assert (roles["a"].engine, roles["a"].sys_path) == (f"{tmp_path}/engines.py:Actor", [str(tmp_path)])
     assert roles["b"].sys_path == [str(tmp_path / "lib"), str(tmp_path)]
 
 
