@@ -1,4 +1,4 @@
-"""The slots of one placed batch: one outcome per (member, call), the poison of strict batches, and who failed first.
+"""The slots of one placed batch: one outcome per (member, call), and who failed first.
 
 Pure: no clocks, threads or sockets. The owner guards it with a lock; every method is quick.
 """
@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from zbus.protocol.messages import Outcome, OutcomeKind
 
-__all__ = ["BatchSlots", "Failure", "StrictRun", "causes"]
+__all__ = ["BatchSlots", "Failure", "causes"]
 
 
 class Failure(NamedTuple):
@@ -114,27 +114,3 @@ def causes(
         return _CLASS.get(failure.outcome.reason, 3), failure.order
 
     return tuple(sorted(failures, key=place))
-
-
-class StrictRun:
-    """Decides, call by call on one worker, whether a batch may go on."""
-
-    __slots__ = ("_failed",)
-
-    def __init__(self) -> None:
-        self._failed: int | None = None
-
-    def refusal(self) -> Outcome | None:
-        """Return the outcome of a call that must not start, or None if it may."""
-        if self._failed is None:
-            return None
-        return Outcome(
-            OutcomeKind.NOT_EXECUTED,
-            reason="predecessor",
-            evidence=f"call {self._failed} of the same batch failed before it",
-        )
-
-    def ended(self, call: int, kind: OutcomeKind, *, strict: bool) -> None:
-        """Note how a call ended; a strict one that failed stops the rest."""
-        if strict and kind is not OutcomeKind.OK and self._failed is None:
-            self._failed = call

@@ -1,0 +1,245 @@
+"""One endpoint of a group, and the ways to call it: wait, submit, await, map, stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, cast
+
+from controller.collect import collect
+from controller.dispatch import Arguments, Plan, plan
+from controller.futures import BatchFuture, Stream
+from controller.placement import Order, Placement
+from controller.placer import Placer, Roster, is_ready
+from zbus.engine import AnyOne, EndpointSpec
+from zbus.errors import ConfigError
+from zbus.retry import DEFAULT_RETRY, NO_RETRY, RetryPolicy, TokenBucket, duration_s
+
+if TYPE_CHECKING:
+    from controller.mapping import MapFuture
+
+__all__ = ["Core", "Method", "View", "encode_calls"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Core:
+    """What a group and its slices share."""
+
+    def __init__(self, roster: Roster, placer: Placer, deadline_s: float) -> None:
+        self.roster = roster
+        self.placer = placer
+        self.deadline_s = deadline_s
+        self.bucket = TokenBucket()
+        self._lock = threading.Lock()
+        self._loads: dict[int, int] = {}
+        self._turn = 0
+
+    def choose(self, ranks: Sequence[int]) -> int:
+        """Pick the least loaded ready rank, in turn among equals, and count the call; ``release`` undoes it."""
+        peers = self.roster.peers()
+        with self._lock:
+            ready = [rank for rank in ranks if is_ready(peers[rank])] or list(ranks)
+            self._turn += 1
+            start = self._turn
+            best = min(ready, key=lambda rank: (self._loads.get(rank, 0), (rank - start) % len(peers)))
+            self._loads[best] = self._loads.get(best, 0) + 1
+            return best
+
+    def release(self, rank: int) -> None:
+        """A call chosen for ``rank`` ended. May run under the placer's lock."""
+        with self._lock:
+            self._loads[rank] -= 1
+
+
+@dataclass(frozen=True)
+class View:
+    """Which ranks of a role are called, and with what defaults.
+
+    Attributes:
+        core: Shared by all views of the role.
+        ranks: Ascending.
+        single: One rank picked by its number: answers come bare.
+        deadline_s: Overrides the endpoint's deadline, in seconds.
+        retry: Overrides the effect's retry policy.
+    """
+
+    core: Core
+    ranks: tuple[int, ...]
+    single: bool = False
+    deadline_s: float | None = None
+    retry: RetryPolicy | None = None
+
+    @property
+    def role(self) -> str:
+        """Name of the role."""
+        return self.core.roster.role
+
+    def options(self, deadline: float | str | None, retries: int | RetryPolicy | None) -> View:
+        """Return the same view with other defaults; None keeps one."""
+        if isinstance(retries, int):
+            retries = replace(DEFAULT_RETRY, attempts=retries + 1)
+        return replace(
+            self,
+            deadline_s=self.deadline_s if deadline is None else duration_s(deadline, "deadline"),
+            retry=self.retry if retries is None else retries,
+        )
+
+
+class Method(Generic[P, T]):
+    """One endpoint of a group."""
+
+    def __init__(self, view: View, spec: EndpointSpec) -> None:
+        self._view = view
+        self.spec = spec
+        self.__name__ = spec.name
+        self.__doc__ = spec.doc or None
+
+    def __repr__(self) -> str:
+        return f"<Method {self._view.role}.{self.spec.name}{self.spec.signature or '(...)'}>"
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call and wait; see ``BatchFuture.result`` for the errors."""
+        return self.start(args, kwargs).result()
+
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> BatchFuture[T]:
+        """Call without waiting. Arrays are copied now, so they may be changed at once.
+
+        Raises:
+            Unavailable: A member is not ready; nothing was sent.
+            DispatchError: The arguments do not fit the declaration.
+            CodecError: A value cannot be carried.
+        """
+        return self.start(args, kwargs, snapshot=True)
+
+    def aio(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
+        """Call from a coroutine: ``await actor.train.aio(x)``. Placed when awaited; cancelling it cancels the call."""
+        return self._aio(args, kwargs)
+
+    async def _aio(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
+        return await self.start(args, kwargs, snapshot=True)
+
+    def options(self, *, deadline: float | str | None = None, retries: int | RetryPolicy | None = None) -> Method[P, T]:
+        """Return the same endpoint with another deadline or retry policy."""
+        return Method(self._view.options(deadline, retries), self.spec)
+
+    def stream(self, *args: P.args, **kwargs: P.kwargs) -> Stream[Any]:
+        """Call a generator endpoint and take its items as they come.
+
+        Raises:
+            ConfigError: The endpoint is not a generator.
+        """
+        if not self.spec.streams:
+            msg = f"endpoint `{self.spec.name}` is not a generator, so it has no items to stream"
+            raise ConfigError(msg, hint="`yield` in the method, or call it without .stream")
+        return Stream(self._place(self.plan(args, kwargs), snapshot=True))
+
+    def map(
+        self,
+        items: Iterable[Any],
+        *,
+        order: Literal["input", "done"] = "input",
+        deadline: float | str | None = None,
+        errors: Literal["raise", "return"] = "raise",
+        max_in_flight: int | None = None,
+    ) -> MapFuture[T]:
+        """Call once per item, spread over the ready ranks, the least loaded first.
+
+        Args:
+            items: One argument per call; may be endless, it is read as answers come.
+            order: ``"input"``: answers in the order of the items. ``"done"``: as they come.
+            deadline: Of each call, from its start: seconds or text.
+            errors: ``"raise"``: a failed call raises at its place, and what has not started is cancelled.
+                ``"return"``: its error is the answer.
+            max_in_flight: Most calls out at once; default twice what the ranks run at once.
+
+        Raises:
+            ConfigError: The endpoint's dispatch is not ``AnyOne``.
+        """
+        from controller.mapping import MapFuture
+
+        if not isinstance(self.spec.dispatch, AnyOne):
+            msg = f"endpoint `{self.spec.name}` is not AnyOne, so its calls cannot be spread by map"
+            raise ConfigError(msg, hint=f"declare it with AnyOne(), or call {self._view.role}[rank].{self.spec.name}")
+        method = self if deadline is None else self.options(deadline=deadline)
+        limit = max_in_flight or 2 * (self.spec.concurrency or 1) * len(self._view.ranks)
+        return MapFuture(
+            lambda item: method.start((item,), {}, snapshot=True),
+            items,
+            placer=self._view.core.placer,
+            order=order,
+            errors=errors,
+            limit=limit,
+        )
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def start(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, snapshot: bool = False) -> BatchFuture[T]:
+        """Place one call; ``snapshot`` copies its arrays now."""
+        spread = self.plan(args, kwargs)
+        return BatchFuture(self._place(spread, snapshot=snapshot), 0, self.merge(spread))
+
+    def plan(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
+        """Spread one call over the ranks."""
+        core, ranks = self._view.core, self._view.ranks
+        return plan(
+            self.spec,
+            core.roster.mesh,
+            ranks,
+            Arguments(args, dict(kwargs)),
+            choose=lambda: ranks.index(core.choose(ranks)),
+        )
+
+    def _place(self, spread: Plan, *, snapshot: bool) -> Placement:
+        spec, core, options = self.spec, self._view.core, self._view
+        any_one = isinstance(spec.dispatch, AnyOne)
+        ranks = [options.ranks[member] for member in spread.members]
+        try:
+            placement = Placement(
+                Order(
+                    placer=core.placer,
+                    roster=core.roster,
+                    ranks=ranks,
+                    lane=spec.lane,
+                    payloads=encode_calls([[(spec.name, a)] for a in spread.arguments], snapshot=snapshot),
+                    methods=(spec.name,),
+                    deadline_s=options.deadline_s or spec.deadline_s or core.deadline_s,
+                    strict=spec.strict,
+                    retry=options.retry or (NO_RETRY if spec.effect == "once" else DEFAULT_RETRY),
+                    effect=spec.effect,
+                    streams=spec.streams,
+                    choose=(lambda: core.choose(options.ranks)) if any_one else None,
+                    bucket=core.bucket,
+                    released=core.release if any_one else None,
+                )
+            )
+            placement.start()
+        except BaseException:
+            if any_one:
+                core.release(ranks[0])
+            raise
+        return placement
+
+    def merge(self, spread: Plan) -> Callable[[Sequence[Any]], T]:
+        """Return what turns the members' values into the answer."""
+        if self._view.single:
+            return lambda values: cast("T", values[0])
+        spec = self.spec
+        ranks = [self._view.ranks[member] for member in spread.members]
+        return lambda values: cast("T", collect(spec.collect, spread, ranks, values, spec.name))
+
+
+def encode_calls(calls: Sequence[Sequence[tuple[str, Arguments]]], *, snapshot: bool) -> list[Any]:
+    """Encode each member's calls; members whose arguments are the same objects share one payload."""
+    from zbus.codec import encode
+
+    made: dict[tuple[int, ...], Any] = {}
+    payloads = []
+    for member in calls:
+        key = tuple(id(arguments) for _, arguments in member)
+        if key not in made:
+            made[key] = encode([[name, a.args, a.kwargs] for name, a in member], snapshot=snapshot)
+        payloads.append(made[key])
+    return payloads

@@ -1,0 +1,251 @@
+"""What becomes of the answers of one call: a declared collect applied to them. Pure but for the array libraries.
+
+numpy and torch are imported only when an answer is theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from controller.dispatch import Plan
+from zbus.engine import Collect, Concat, First, PerRank, Same
+from zbus.errors import ConfigError
+
+__all__ = ["CollectError", "collect", "equal"]
+
+
+class CollectError(ConfigError, ValueError):
+    """The ranks did their work, but their answers cannot be merged as declared.
+
+    Attributes:
+        results: Every answer by rank, so that no work is lost.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, results: Mapping[int, Any] | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.results = dict(results or {})
+
+
+def collect(how: Collect, plan: Plan, ranks: Sequence[int], values: Sequence[Any], method: str = "") -> Any:
+    """Merge the answers of one call.
+
+    Args:
+        how: The declaration.
+        plan: How the call was spread.
+        ranks: Rank of each called member, in the order of ``plan.members``.
+        values: Their answers, in the same order.
+        method: Endpoint name, for messages.
+
+    Raises:
+        CollectError: The answers do not fit the declaration; it names the rank and keeps every answer.
+    """
+    try:
+        match how:
+            case PerRank():
+                return list(values)
+            case First():
+                return values[0]
+            case Same():
+                return _same(ranks, values)
+            case Concat():
+                return _concat(plan, ranks, values)
+    except CollectError as error:
+        error.results = dict(zip(ranks, values, strict=True))
+        error.message = f"endpoint `{method}`: {error.message}" if method else error.message
+        raise
+
+
+# -- same ------------------------------------------------------------------------------------------------------------
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Tell whether two answers are the same: NaN equals NaN, arrays by type, shape and content."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, float):
+        return left == right or (math.isnan(left) and math.isnan(right))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal(value, right[key]) for key, value in left.items())
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(equal, left, right))
+    if _library(left) == "torch":
+        return _equal_tensors(left, right)
+    if _library(left) == "numpy":
+        return _equal_arrays(left, right)
+    return bool(left == right)
+
+
+def _equal_arrays(left: Any, right: Any) -> bool:
+    import numpy as np
+
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    return bool(np.array_equal(left, right, equal_nan=left.dtype.kind in "fc"))
+
+
+def _equal_tensors(left: Any, right: Any) -> bool:
+    import torch
+
+    if not isinstance(left, torch.Tensor):
+        return bool(left == right)
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if left.dtype.is_floating_point or left.dtype.is_complex:
+        wide = torch.complex128 if left.dtype.is_complex else torch.float64
+        left, right = left.to(wide), right.to(wide)
+        return bool(((left == right) | (left.isnan() & right.isnan())).all())
+    return bool(torch.equal(left, right))
+
+
+def _same(ranks: Sequence[int], values: Sequence[Any]) -> Any:
+    camps: list[tuple[Any, list[int]]] = []
+    for rank, value in zip(ranks, values, strict=True):
+        for known, members in camps:
+            if equal(known, value):
+                members.append(rank)
+                break
+        else:
+            camps.append((value, [rank]))
+    if len(camps) > 1:
+        camps.sort(key=lambda camp: (len(camp[1]), camp[1][0]))
+        told = "; ".join(f"{_name(members)} answered {_short(value)}" for value, members in camps)
+        msg = f"the ranks were to answer the same, but {told}"
+        raise CollectError(msg, hint="collect=PerRank() keeps each rank's answer")
+    return values[0]
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _short(value: Any, limit: int = 60) -> str:
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # noqa: BLE001  # a repr of the user's that raises must not hide the message
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+# -- concat ----------------------------------------------------------------------------------------------------------
+
+
+def _concat(plan: Plan, ranks: Sequence[int], values: Sequence[Any]) -> Any:
+    heads = plan.heads or tuple(range(len(values)))
+    parts = [values[head] for head in heads]
+    names = [ranks[head] for head in heads]
+    if plan.shares is None:
+        return _join(parts, names, None, "")
+    full = [number for number, items in enumerate(plan.shares) if len(items)]
+    for number, part in enumerate(parts):
+        if number not in full and not _is_empty(part):
+            msg = f"rank {names[number]} got no items but answered {_short(part)}"
+            raise CollectError(msg, hint="answer an empty list for an empty share, or declare collect=PerRank()")
+    if not full:
+        return parts[0]
+    return _join([parts[n] for n in full], [names[n] for n in full], [plan.shares[n] for n in full], "")
+
+
+def _is_empty(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_empty(entry) for entry in value.values())
+    if isinstance(value, list | tuple):
+        return not value
+    return value is None or (_library(value) != "" and len(value.shape) > 0 and value.shape[0] == 0)
+
+
+def _join(parts: Sequence[Any], ranks: Sequence[int], shares: Sequence[Sequence[int]] | None, path: str) -> Any:
+    """Join one answer, or one column of it; ``shares`` None keeps rank order."""
+    where = f" in {path}" if path else ""
+    kinds = {_kind(part) for part in parts}
+    if len(kinds) > 1:
+        told = ", ".join(f"rank {rank} {type(part).__name__}" for rank, part in zip(ranks, parts, strict=True))
+        msg = f"Concat cannot join answers of different types{where}: {told}"
+        raise CollectError(msg)
+    kind = kinds.pop()
+    if kind == "none":
+        return None
+    if kind == "dict":
+        return _join_dicts(parts, ranks, shares, path)
+    if kind == "other":
+        msg = f"Concat cannot join{where} {_short(parts[0])} ({type(parts[0]).__name__}), which holds no items"
+        raise CollectError(msg, hint="answer one entry per item, or declare collect=PerRank()")
+    order = _order(parts, ranks, shares, where)
+    if kind in ("list", "tuple"):
+        joined = [item for part in parts for item in part]
+        ordered = joined if order is None else [joined[i] for i in order]
+        return ordered if kind == "list" else tuple(ordered)
+    return _join_arrays(kind, parts, ranks, order, where)
+
+
+def _join_dicts(
+    parts: Sequence[dict[Any, Any]], ranks: Sequence[int], shares: Sequence[Sequence[int]] | None, path: str
+) -> dict[Any, Any]:
+    for rank, part in zip(ranks, parts, strict=True):
+        if part.keys() != parts[0].keys():
+            odd = ", ".join(repr(key) for key in part.keys() ^ parts[0].keys())
+            msg = f"Concat cannot join dicts: the keys of rank {rank} differ from those of rank {ranks[0]}: {odd}"
+            raise CollectError(msg)
+    return {key: _join([part[key] for part in parts], ranks, shares, f"{path}[{key!r}]") for key in parts[0]}
+
+
+def _order(
+    parts: Sequence[Any], ranks: Sequence[int], shares: Sequence[Sequence[int]] | None, where: str
+) -> list[int] | None:
+    """Return where each result of the joined parts comes from, or None when they are in input order already."""
+    if shares is None:
+        return None
+    per_item = {len(part) / len(items) for part, items in zip(parts, shares, strict=True)}
+    each = per_item.pop()
+    if per_item or not each.is_integer():
+        told = ", ".join(
+            f"rank {rank} {len(part)} for {len(items)}" for rank, part, items in zip(ranks, parts, shares, strict=True)
+        )
+        msg = f"Concat cannot tell which result belongs to which item{where}: results for items: {told}"
+        raise CollectError(msg, hint="answer the same number of results for each item, or declare collect=PerRank()")
+    flat = [item for items in shares for item in items]
+    if flat == sorted(flat):
+        return None
+    source = sorted(range(len(flat)), key=flat.__getitem__)
+    return [position * int(each) + k for position in source for k in range(int(each))]
+
+
+def _join_arrays(kind: str, parts: Sequence[Any], ranks: Sequence[int], order: list[int] | None, where: str) -> Any:
+    shapes = {tuple(part.shape[1:]) for part in parts}
+    if len(shapes) > 1:
+        told = ", ".join(f"rank {rank} {tuple(part.shape)}" for rank, part in zip(ranks, parts, strict=True))
+        msg = f"Concat cannot join arrays of different shape{where}: {told}"
+        raise CollectError(msg, hint="pad them to one length, or answer a list with one array per item")
+    if kind == "torch":
+        import torch
+
+        joined = torch.cat(list(parts))
+    else:
+        import numpy as np
+
+        joined = np.concatenate(list(parts))
+    return joined if order is None else joined[order]
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, dict):
+        return "dict"
+    if isinstance(value, list):
+        return "list"
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return "tuple"
+    library = _library(value)
+    return library if library and len(value.shape) else "other"
+
+
+def _library(value: Any) -> str:
+    """Return "numpy" or "torch" for their arrays, else nothing, without importing either."""
+    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        return ""
+    home = type(value).__module__.partition(".")[0]
+    if home in ("numpy", "torch"):
+        return home
+    return "torch" if hasattr(value, "requires_grad") else "numpy"

@@ -1,0 +1,430 @@
+"""Answers on their way: ``BatchFuture`` of one call to a group, ``Stream`` of one call's items.
+
+Values are decoded on the thread that asks for them, never under the bus's lock. A waiting thread drives the bus
+itself; an ``await`` belongs to the caller's own running loop; ``asyncio.run`` is never used, so a blocking call works
+in notebooks and inside a running loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, overload
+
+from controller.background import Background, callbacks, shared
+from controller.outcomes import WaitTimeout, batch_error, is_echo
+from controller.placement import Placement
+from zbus.errors import CallTimeout
+from zbus.protocol.batch import Failure, causes
+from zbus.protocol.messages import Outcome, OutcomeKind
+
+__all__ = ["BatchFuture", "RankOutcome", "RankResult", "Stream", "wait_future_ordered"]
+
+T = TypeVar("T")
+
+
+class RankResult(NamedTuple):
+    """One rank's answer as it comes: its value, or its error in the value's place."""
+
+    rank: int
+    value: Any
+
+    @property
+    def failed(self) -> bool:
+        """Whether ``value`` is the error of the rank."""
+        return isinstance(self.value, Exception)
+
+
+class RankOutcome(NamedTuple):
+    """What is known of one rank's part of a call.
+
+    Attributes:
+        rank: The rank.
+        outcome: ``OK``, ``APP_ERROR``, ``CANCELLED``, ``NOT_EXECUTED``, ``UNKNOWN``; None while it is open.
+        state: In words: ``answered``, ``running``, ``arrived, not started``, ``sent, not confirmed``, ``dead``…
+        attempts: How many times the request was transmitted.
+    """
+
+    rank: int
+    outcome: str | None
+    state: str
+    attempts: int
+
+
+class BatchFuture(Generic[T]):
+    """The answer of one call to a group. Methods may be called from any thread.
+
+    Args:
+        placement: What it reads.
+        call: Which call of the placed batch.
+        merge: Turns the members' values, in rank order, into the answer.
+    """
+
+    def __init__(self, placement: Placement, call: int, merge: Callable[[Sequence[Any]], T]) -> None:
+        self._placement = placement
+        self._call = call
+        self._merge = merge
+        self._lock = threading.RLock()
+        self._values: dict[int, Any] = {}
+        self._answer: tuple[T] | None = None
+        self._error: Exception | None = None
+
+    def __repr__(self) -> str:
+        order = self._placement.order
+        slots = self._placement.slots
+        total = len(order.ranks)
+        answered = total - len(slots.missing(self._call))
+        return f"<BatchFuture {order.roster.role}.{order.methods[self._call]}: {answered}/{total} answered>"
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Tell whether every rank's outcome is known."""
+        return self._placement.slots.settled(self._call)
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the answer and return it, merged as declared.
+
+        Args:
+            timeout: Seconds to wait; None: the call's own deadline decides. The call goes on when it runs out.
+
+        Raises:
+            RemoteError: The engine raised (also an instance of the original builtin class); only if one rank was
+                called. NotExecuted, CallTimeout, WorkerLost, OutcomeUnknown, CallCancelled likewise.
+            BatchError: One or more of several ranks failed; the good results are kept.
+            CallTimeout: ``timeout`` ran out (it is also a ``TimeoutError``); names who is late and how far each is.
+        """
+        self._wait(timeout)
+        return self._conclude()
+
+    def exception(self, timeout: float | None = None) -> Exception | None:
+        """Wait and return the error that ``result`` would raise, or None.
+
+        Raises:
+            CallTimeout: ``timeout`` ran out.
+        """
+        self._wait(timeout)
+        try:
+            self._conclude()
+        except Exception as error:  # noqa: BLE001  # it is what was asked for
+            return error
+        return None
+
+    def outcomes(self) -> list[RankOutcome]:
+        """Return what is known of each rank now, in rank order; never waits, never raises for a failed rank."""
+        placement = self._placement
+        late = placement.late(self._call)
+        known = []
+        for member, rank in enumerate(placement.order.ranks):
+            outcome = placement.slots.outcome(member, self._call)
+            if outcome is None:
+                known.append(RankOutcome(rank, None, late.get(rank, "no answer yet"), 0))
+            else:
+                state = "answered" if outcome.kind in _ANSWERED else outcome.evidence or outcome.reason
+                known.append(RankOutcome(rank, outcome.kind.value, state, outcome.attempts))
+        return known
+
+    def results(self) -> dict[int, Any]:
+        """Return the good results that are here now, by rank."""
+        placement = self._placement
+        found = {}
+        for member, rank in enumerate(placement.order.ranks):
+            outcome = placement.slots.outcome(member, self._call)
+            if outcome is not None and outcome.kind is OutcomeKind.OK:
+                found[rank] = self._value(member, outcome)
+        return found
+
+    def as_completed(self, timeout: float | None = None) -> Iterator[RankResult]:
+        """Yield each rank's answer as it comes; a failed rank yields its error as the value.
+
+        Args:
+            timeout: Seconds for all of them together.
+
+        Raises:
+            CallTimeout: ``timeout`` ran out.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        seen = 0
+        while True:
+            for position, member in list(self._placement.slots.arrivals(self._call, seen)):
+                seen = position + 1
+                yield self._rank_result(member)
+            if self.done() and not any(True for _ in self._placement.slots.arrivals(self._call, seen)):
+                return
+            remaining = None if until is None else until - time.monotonic()
+            if not self._placement.wait(self._newer(seen), remaining):
+                raise self._timeout(timeout)
+
+    def _newer(self, seen: int) -> Callable[[], bool]:
+        slots = self._placement.slots
+        return lambda: slots.settled(self._call) or any(True for _ in slots.arrivals(self._call, seen))
+
+    async def _arriving(self) -> AsyncIterator[RankResult]:
+        seen = 0
+        while True:
+            for position, member in list(self._placement.slots.arrivals(self._call, seen)):
+                seen = position + 1
+                yield self._rank_result(member)
+            if self.done() and not any(True for _ in self._placement.slots.arrivals(self._call, seen)):
+                return
+            await self._until(self._newer(seen))
+
+    def __aiter__(self) -> AsyncIterator[RankResult]:
+        """As ``as_completed``, on the running loop."""
+        return self._arriving()
+
+    # -- acting --------------------------------------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        """Ask that what has not started should not run; a running method is told, not killed.
+
+        Every rank still gets an outcome; ``result`` then raises ``CallCancelled`` where nothing ran. In a batch, this
+        cancels the whole batch.
+        """
+        self._placement.cancel()
+
+    def add_done_callback(self, fn: Callable[[BatchFuture[T]], object]) -> None:
+        """Call ``fn(self)`` when every rank's outcome is known, on a thread for callbacks; at once if it is already."""
+        if self.done():
+            fn(self)
+        else:
+            self._when_done(lambda: fn(self), callbacks())
+
+    def when_done(self, job: Callable[[], None]) -> None:
+        """Run the bus's own ``job`` on its helper thread once every rank's outcome is known; never runs it inline."""
+        self._when_done(job, shared())
+
+    def _when_done(self, job: Callable[[], object], where: Background) -> None:
+        told = threading.Lock()
+
+        def tell() -> None:
+            self._placement.unwatch(notice)
+            job()
+
+        def notice() -> None:
+            if self.done() and told.acquire(blocking=False):
+                where.call(tell)
+
+        self._placement.watch(notice)
+        notice()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait on the running loop; cancelling the await cancels the call."""
+        return self._answer_async().__await__()
+
+    def attach(self, placement: Placement) -> None:
+        """Read another placement: the batch that was only collected so far is on its way now."""
+        self._placement = placement
+
+    async def wait_async(self) -> None:
+        """Wait on the running loop until every rank's outcome is known; cancelling it cancels the call."""
+        await self._until(self.done)
+
+    async def _answer_async(self) -> T:
+        await self.wait_async()
+        return self._conclude()
+
+    async def _until(self, done: Callable[[], bool]) -> None:
+        try:
+            await self._placement.wait_async(done)
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _wait(self, timeout: float | None) -> None:
+        if not self._placement.wait(self.done, timeout):
+            raise self._timeout(timeout)
+
+    def _timeout(self, timeout: float | None) -> CallTimeout:
+        order = self._placement.order
+        late = self._placement.late(self._call)
+        told = "; ".join(f"rank {rank} {state}" for rank, state in late.items())
+        method = order.methods[self._call]
+        limit = "before the bus closed" if timeout is None else f"within {timeout:g} s"
+        return WaitTimeout(
+            f"{order.roster.role}.{method}: {len(late)} of {len(order.ranks)} ranks not answered {limit}: {told}",
+            results=self.results(),
+            late=late,
+            role=order.roster.role,
+            rank=next(iter(late), None),
+            method=method,
+            outcome=OutcomeKind.UNKNOWN.value,
+            reason="wait",
+            facts={f"rank {rank}": state for rank, state in late.items()},
+            hint="the call goes on; wait longer with result(timeout=...), or cancel() it",
+        )
+
+    def _conclude(self) -> T:
+        with self._lock:
+            if self._answer is None and self._error is None:
+                try:
+                    self._answer = (self._merged(),)
+                except Exception as error:  # noqa: BLE001  # kept, so that every asker gets the same
+                    self._error = error
+            if self._error is not None:
+                raise self._error
+            assert self._answer is not None  # noqa: S101  # one of the two is set above
+            return self._answer[0]
+
+    def _merged(self) -> T:
+        placement = self._placement
+        failures = placement.slots.failures(self._call)
+        if failures:
+            raise self._failure(failures)
+        outcomes = [placement.slots.outcome(m, self._call) for m in range(len(placement.order.ranks))]
+        return self._merge([self._value(member, outcome) for member, outcome in enumerate(outcomes) if outcome])
+
+    def _failure(self, failures: Sequence[Failure]) -> Exception:
+        order = self._placement.order
+        made = {failure: self._placement.error(failure.member, failure.call, failure.outcome) for failure in failures}
+        if len(order.ranks) == 1:
+            return made[failures[0]]
+        ordered = causes(failures, lambda failure: is_echo(made[failure]))
+        errors = [(order.ranks[failure.member], made[failure]) for failure in ordered]
+        return batch_error(order.methods[self._call], order.roster.role, errors, self.results(), len(order.ranks))
+
+    def _rank_result(self, member: int) -> RankResult:
+        outcome = self._placement.slots.outcome(member, self._call)
+        rank = self._placement.order.ranks[member]
+        if outcome is not None and outcome.kind is OutcomeKind.OK:
+            return RankResult(rank, self._value(member, outcome))
+        return RankResult(rank, self._placement.error(member, self._call, outcome) if outcome else None)
+
+    def _value(self, member: int, outcome: Outcome) -> Any:
+        with self._lock:
+            if member not in self._values:
+                self._values[member] = self._decode(outcome)
+            return self._values[member]
+
+    def _decode(self, outcome: Outcome) -> Any:
+        from zbus.codec import decode
+
+        if self._placement.order.streams:
+            return [decode(item) for item in self._placement.chunks]
+        return decode(outcome.payload or ())
+
+
+_ANSWERED = (OutcomeKind.OK, OutcomeKind.APP_ERROR)
+
+
+class Stream(Generic[T]):
+    """The items of one call, in order, as they come. Iterate it once, with ``for`` or ``async for``.
+
+    Leaving the loop early does not stop the worker; ``close`` (or ``with``) does.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._taken = 0
+        self._stopped = False
+
+    def __enter__(self) -> Stream[T]:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ask the worker to stop if it has not ended."""
+        self._stopped = True
+        if not self._placement.slots.settled():
+            self._placement.cancel()
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._stopped:
+            raise StopIteration
+        self._placement.wait(self._ready, None)
+        if self._placement.chunks:
+            return self._take()
+        self._end()
+        raise StopIteration
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        if self._stopped:
+            raise StopAsyncIteration
+        try:
+            await self._placement.wait_async(self._ready)
+        except asyncio.CancelledError:
+            self._placement.cancel()
+            raise
+        if self._placement.chunks:
+            return self._take()
+        self._end()
+        raise StopAsyncIteration
+
+    def _ready(self) -> bool:
+        return bool(self._placement.chunks) or self._placement.slots.settled()
+
+    def _take(self) -> T:
+        from zbus.codec import decode
+
+        value: T = decode(self._placement.chunks.popleft())
+        self._taken += 1
+        if not self._placement.slots.settled():
+            self._placement.taken(self._taken)
+        return value
+
+    def _end(self) -> None:
+        self._stopped = True
+        outcome = self._placement.slots.outcome(0, 0)
+        if outcome is not None and outcome.kind is not OutcomeKind.OK:
+            error = self._placement.error(0, 0, outcome)
+            error.facts = {**getattr(error, "facts", {}), "delivered": f"{self._taken} items"}  # type: ignore[attr-defined]  # every call error has facts
+            raise error
+
+
+Waitable = BatchFuture[Any] | concurrent.futures.Future[Any]
+
+
+@overload
+def wait_future_ordered(
+    futures: Sequence[BatchFuture[T]], timeout: float | None = None, *, exit_on_exception: bool = False
+) -> list[T]: ...
+@overload
+def wait_future_ordered(
+    futures: Sequence[Waitable], timeout: float | None = None, *, exit_on_exception: bool = False
+) -> list[Any]: ...
+def wait_future_ordered(
+    futures: Sequence[Waitable], timeout: float | None = None, *, exit_on_exception: bool = False
+) -> list[Any]:
+    """Wait for several calls and return their answers in the order of the futures, whatever order they end in.
+
+    Args:
+        futures: What ``submit`` returned; ``concurrent.futures`` ones are fine too.
+        timeout: Seconds for all together; None: each call's own deadline decides.
+        exit_on_exception: Raise at the first failure, in order, cancelling the rest; otherwise wait for all first.
+
+    Raises:
+        CallTimeout: The time ran out.
+        BatchError: Several calls failed; ``results`` holds the good answers by position.
+        Exception: The one error, if one call failed.
+    """
+    until = None if timeout is None else time.monotonic() + timeout
+    answers: dict[int, Any] = {}
+    errors: list[tuple[int, Exception]] = []
+    for position, future in enumerate(futures):
+        try:
+            answers[position] = future.result(None if until is None else max(0.0, until - time.monotonic()))
+        except Exception as error:
+            if exit_on_exception or isinstance(error, WaitTimeout | concurrent.futures.TimeoutError):
+                for other in futures[position + 1 :]:
+                    if exit_on_exception:
+                        other.cancel()
+                raise
+            errors.append((position, error))
+    if len(errors) == 1:
+        raise errors[0][1]
+    if errors:
+        raise batch_error(wait_future_ordered.__name__, "calls", errors, answers, len(futures))
+    return [answers[position] for position in range(len(futures))]

@@ -1,0 +1,304 @@
+"""One placed batch: its slots, its second executions, who waits for it. The futures of its calls read it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from controller.background import shared
+from controller.outcomes import Origin, error_of
+from controller.placer import Placed, Placer, Roster, is_dead, is_ready, loop_driver, wake, whereabouts
+from zbus.engine import Effect
+from zbus.errors import Unavailable
+from zbus.protocol.batch import BatchSlots
+from zbus.protocol.messages import Buffers, Outcome, OutcomeKind
+from zbus.retry import RetryPolicy, TokenBucket
+
+__all__ = ["Order", "Placement"]
+
+_PATIENCE_S: Final = 30.0
+"""How long a call that may wait waits for a member to become ready."""
+
+_LOOK_AGAIN_S: Final = 0.05
+_CREDIT_STEP: Final = 8
+_GONE: Final = ("worker_exit", "lease", "fenced", "disconnected")
+
+
+@dataclass
+class Order:
+    """What is to be placed.
+
+    Attributes:
+        placer: Carries it.
+        roster: The role that is called.
+        ranks: Rank of each member.
+        lane: Which ordered stream.
+        payloads: Encoded calls for each member; the same object may stand several times.
+        methods: Endpoint name of each call.
+        deadline_s: Seconds from the start, or None.
+        strict: A failed call stops the later ones.
+        retry: How often a call may run again; only ever applied to one call on one member.
+        effect: See ``zbus.engine.Effect``.
+        streams: The one call's items come one by one.
+        choose: Picks a rank anew for a call that any rank may run.
+        bucket: Limits second executions of the whole group.
+        released: Told the rank of a member when its last call has ended.
+    """
+
+    placer: Placer
+    roster: Roster
+    ranks: list[int]
+    lane: str
+    payloads: Sequence[Buffers]
+    methods: Sequence[str]
+    deadline_s: float | None
+    strict: bool = False
+    retry: RetryPolicy | None = None
+    effect: Effect = "once"
+    streams: bool = False
+    choose: Callable[[], int] | None = None
+    bucket: TokenBucket | None = None
+    released: Callable[[int], None] | None = None
+    trace: int = 0
+    peers: list[Any] = field(default_factory=list)
+
+
+class Placement:
+    """A batch on its way. Methods may be called from any thread; ``_deliver`` runs under the placer's lock."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self.slots = BatchSlots(len(order.ranks), len(order.methods))
+        self.chunks: deque[Buffers] = deque()
+        self.cancelled = False
+        self._lock = threading.Lock()
+        self._watchers: list[Callable[[], None]] = []
+        self._placed: Placed = None
+        self._began = time.monotonic()
+        self._executions = 1
+        self._last: Outcome | None = None  # what the execution before a pause ended with
+        self._consumed = 0
+
+    def start(self) -> None:
+        """Place the batch.
+
+        Raises:
+            Unavailable: A member is not ready and nothing says that waiting helps; nothing was sent.
+        """
+        try:
+            self._place()
+        except Unavailable as error:
+            if not self._may_wait():
+                raise
+            self._last = Outcome(OutcomeKind.NOT_EXECUTED, reason="not_ready", evidence=str(error), attempts=0)
+            shared().call(self._again, _LOOK_AGAIN_S)
+
+    def _place(self) -> None:
+        order = self.order
+        everyone = order.roster.peers()
+        order.peers = [everyone[rank] for rank in order.ranks]
+        self._placed = order.placer.place(
+            order.peers,
+            order.lane,
+            order.payloads,
+            len(order.methods),
+            deadline_s=self._remaining_s(),
+            sink=self._deliver,
+            chunk_sink=self._take_chunk if order.streams else None,
+            trace=order.trace,
+            strict=order.strict,
+        )
+
+    def _remaining_s(self) -> float | None:
+        deadline_s = self.order.deadline_s
+        if deadline_s is None or (self._executions == 1 and self._last is None):
+            return deadline_s
+        return max(0.001, deadline_s - (time.monotonic() - self._began))
+
+    # -- outcomes ----------------------------------------------------------------------------------------------------
+
+    def _deliver(self, member: int, call: int, outcome: Outcome) -> None:
+        if outcome.kind is not OutcomeKind.OK and self.order.retry is not None and self._run_again(outcome):
+            return
+        self._settle(member, call, outcome)
+
+    def _settle(self, member: int, call: int, outcome: Outcome) -> None:
+        with self._lock:
+            if not self.slots.fill(member, call, outcome):
+                return
+            watchers = tuple(self._watchers)
+        released = self.order.released
+        if released is not None and call == len(self.order.methods) - 1:
+            released(self.order.ranks[member])
+        for watcher in watchers:
+            watcher()
+
+    def _take_chunk(self, _member: int, _number: int, item: Buffers) -> None:
+        with self._lock:
+            self.chunks.append(item)
+            watchers = tuple(self._watchers)
+        for watcher in watchers:
+            watcher()
+
+    def taken(self, items: int) -> None:
+        """Give the worker credit for a stream's items below ``items``, now and then."""
+        if items - self._consumed >= _CREDIT_STEP:
+            self._consumed = items
+            self.order.placer.consumed(self._placed, items)
+
+    # -- second executions ---------------------------------------------------------------------------------------------
+
+    def _run_again(self, outcome: Outcome) -> bool:
+        """Schedule another execution if the rules allow one. Under the placer's lock."""
+        order = self.order
+        if order.retry is None or self.cancelled or len(order.ranks) > 1 or len(order.methods) > 1 or self.chunks:
+            return False
+        if outcome.kind is OutcomeKind.NOT_EXECUTED:
+            allowed = outcome.reason in (*_GONE, "not_sent", "not_ready")
+        else:
+            allowed = outcome.kind is OutcomeKind.UNKNOWN and outcome.reason in _GONE and order.effect != "once"
+        if not allowed or not self._may_find_another(outcome):
+            return False
+        now_ns = time.monotonic_ns()
+        pause = order.retry.pause_s(self._executions, time.monotonic() - self._began, random.random)
+        if pause is None or (order.bucket is not None and not order.bucket.take(now_ns)):
+            return False
+        self._executions += 1
+        self._last = outcome
+        shared().call(self._again, pause)
+        return True
+
+    def _may_find_another(self, outcome: Outcome) -> bool:
+        """Tell whether someone else may run the call, or the same rank will be back."""
+        order = self.order
+        moves = order.effect == "pure" or outcome.kind is OutcomeKind.NOT_EXECUTED
+        if order.choose is not None and moves and any(is_ready(peer) for peer in order.roster.peers()):
+            return True
+        rank = order.ranks[0]
+        current = order.roster.peers()[rank]
+        return not is_dead(current) or order.roster.will_return(current)
+
+    def _may_wait(self) -> bool:
+        order = self.order
+        if order.retry is None or order.retry.attempts < 2:
+            return False
+        if time.monotonic() - self._began > min(_PATIENCE_S, order.deadline_s or _PATIENCE_S):
+            return False
+        everyone = order.roster.peers()
+        return all(not is_dead(everyone[rank]) or order.roster.will_return(everyone[rank]) for rank in order.ranks)
+
+    def _again(self) -> None:
+        """Place once more. On the background thread."""
+        order = self.order
+        last = self._last
+        if self.cancelled:
+            self._settle_all(Outcome(OutcomeKind.CANCELLED, reason="cancelled", evidence="cancelled before a retry"))
+            return
+        if last is None:
+            return
+        if order.choose is not None and (order.effect == "pure" or last.kind is OutcomeKind.NOT_EXECUTED):
+            if order.released is not None:
+                order.released(order.ranks[0])
+            order.ranks[0] = order.choose()
+        try:
+            self._place()
+        except Unavailable:
+            if self._may_wait():
+                shared().call(self._again, _LOOK_AGAIN_S)
+            else:
+                self._settle_all(last)
+        except Exception as error:  # noqa: BLE001  # the bus was closed meanwhile: the caller must hear of it
+            self._settle_all(Outcome(last.kind, reason=last.reason, evidence=f"{last.evidence}; then {error}"))
+
+    def _settle_all(self, outcome: Outcome) -> None:
+        for call in range(len(self.order.methods)):
+            for member in self.slots.missing(call):
+                self._settle(member, call, outcome)
+        wake(self.order.placer)
+
+    # -- waiting -------------------------------------------------------------------------------------------------------
+
+    def wait(self, done: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Block until ``done()``, driving the placer; False when the time ran out first."""
+        return done() or self.order.placer.wait(done, timeout_s)
+
+    async def wait_async(self, done: Callable[[], bool]) -> None:
+        """Wait on the running loop until ``done()``."""
+        if done():
+            return
+        loop = asyncio.get_running_loop()
+        changed = asyncio.Event()
+
+        def notice() -> None:
+            try:
+                loop.call_soon_threadsafe(changed.set)
+            except RuntimeError:  # the loop was closed while the call was out; nobody waits there any more
+                return
+
+        driver = loop_driver(self.order.placer)
+        self.watch(notice)
+        if driver is not None:
+            driver.attach_loop(loop)
+        try:
+            while not done():
+                await changed.wait()
+                changed.clear()
+        finally:
+            self.unwatch(notice)
+            if driver is not None:
+                driver.detach_loop(loop)
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Call ``watcher`` after each change, under the placer's lock: it must be quick and must not raise."""
+        with self._lock:
+            self._watchers.append(watcher)
+
+    def unwatch(self, watcher: Callable[[], None]) -> None:
+        """Undo ``watch``."""
+        with self._lock:
+            if watcher in self._watchers:
+                self._watchers.remove(watcher)
+
+    def cancel(self) -> None:
+        """Ask that what has not started should not run; every call still gets one outcome."""
+        self.cancelled = True
+        if self.slots.settled():
+            return
+        if self._placed is not None:
+            self.order.placer.cancel(self._placed)
+        if self._last is not None:
+            shared().call(self._again)
+        wake(self.order.placer)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def error(self, member: int, call: int, outcome: Outcome) -> Exception:
+        """Make the error of one slot. Not under a lock."""
+        order = self.order
+        batch = call if len(order.methods) > 1 else None
+        return error_of(
+            outcome, Origin(order.roster, order.peers[member], order.methods[call], batch, order.deadline_s)
+        )
+
+    def late(self, call: int) -> dict[int, str]:
+        """Return what is known of each rank that has not answered a call."""
+        order = self.order
+        states: dict[int, str] = {}
+        for member in self.slots.missing(call):
+            peer = order.peers[member] if order.peers else None
+            if peer is None or self._placed is None:
+                state = "not sent"
+            elif is_dead(peer):
+                state = f"dead: {peer.evidence}".rstrip(": ")
+            else:
+                state = whereabouts(self._placed, member, call) or "no answer yet"
+                if not is_ready(peer):
+                    state = f"{state}, worker {peer.state.value}"
+            states[order.ranks[member]] = state
+        return states
