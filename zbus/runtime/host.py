@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from zbus import names
 from zbus.engine import Engine, Mesh, endpoints_of, lanes_of, table_to_wire
+from zbus.errors import EngineLoadError
 from zbus.ids import WorkerName
 from zbus.protocol.messages import PROTOCOL_VERSION
 from zbus.registry.file import FileRegistry
@@ -267,7 +268,10 @@ class _Host:
         if self.executor.engine is not None:  # creating what exists is safe to repeat
             return self._engine_facts()
         config = self.config
-        cls = load_engine(config.job.engine, base=Path(config.job.cwd) if config.job.cwd else None)
+        try:
+            cls = load_engine(config.job.engine, base=Path(config.job.cwd) if config.job.cwd else None)
+        except EngineLoadError as error:  # a start-up failure with facts of its own, not an exception of the engine
+            return {"load_error": {"message": error.message, "hint": error.hint, "facts": error.facts}}
         table = endpoints_of(cls)
         engine: Engine = cls(*args, **(kwargs or {}))
         context = self._make_context()

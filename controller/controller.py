@@ -1,0 +1,605 @@
+"""The driver's handle on a trial: launch or attach, call groups, close; nothing is left behind.
+
+``Controller.launch`` goes through these stations, each with the launch's one deadline: trial directory and lock, sockets
+and hub, epoch (the fencing number), job records, agents by the scheduler, workers by the directory, engines. A failure
+in any of them undoes what was started and names who is missing and how far it came.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Self
+
+from controller.context import current_run
+from controller.group import DEFAULT_DEADLINE_S, Group
+from controller.members import Members
+from controller.role import Role
+from controller.scheduling.api import AgentExit, Scheduler
+from zbus.clock import SYSTEM_CLOCK
+from zbus.codec import decode, encode
+from zbus.config import Config, RoleConfig, TrialDir
+from zbus.discovery.directory import Directory
+from zbus.errors import ConfigError, StartupError, TrialError, Unavailable, WorkerLost, ZbusError
+from zbus.ids import WorkerName, new_session
+from zbus.protocol.messages import Outcome, OutcomeKind
+from zbus.registry.file import FileRegistry
+from zbus.registry.lease import LeaseRenewer
+from zbus.registry.records import EpochRecord, Records
+from zbus.runtime.processes import boot_id, start_time
+from zbus.trace import control
+from zbus.trace.config import TraceConfig
+from zbus.transport.client import Client, Peer, PeerState
+from zbus.transport.endpoints import RuntimeDir, bind_endpoints
+from zbus.transport.profile import check_limits
+from zbus.transport.pubsub import Hub
+from zbus.transport.security import ProcessKeys
+from zbus.transport.sockets import SocketFactory
+
+__all__ = ["Controller", "Role"]
+
+log = logging.getLogger("zbus.controller")
+
+_STOP_ACK_S: Final = 2.0
+_GUEST_S: Final = 5.0
+
+
+class Controller:
+    """A running trial. Use it as a context manager; ``close`` may be called again.
+
+    Attributes:
+        trial: Paths of the trial directory.
+        epoch: This controller's fencing number, 0 for a guest.
+    """
+
+    def __init__(self, trial: TrialDir, epoch: int) -> None:
+        self.trial = trial
+        self.epoch = epoch
+        self._groups: dict[str, Group] = {}
+        self._closers = contextlib.ExitStack()
+        self._closed = False
+        self._close_lock = threading.Lock()
+        self._placer: Any = None
+        self._rosters: Mapping[str, Any] = {}
+        self._deadline_s = DEFAULT_DEADLINE_S
+        self._client: Client | None = None
+        self._members: Members | None = None
+        self._began = time.monotonic()
+
+    # -- making one ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def launch(
+        cls,
+        experiment: str | None = None,
+        roles: Mapping[str, Role] | None = None,
+        *,
+        trial: str | None = None,
+        root: str | os.PathLike[str] | None = None,
+        scheduler: str | None = None,
+        startup_timeout: float | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+        config: Config | None = None,
+    ) -> Controller:
+        """Start a trial and return when every rank of every role is ready.
+
+        What ``zbus-controller run`` was told (trial, scheduler, ``roles.actor.replicas=8``, …) wins over these
+        arguments, so a script need not parse anything.
+
+        Args:
+            experiment: Name of the experiment; the config's, or ``default``.
+            roles: Roles by name; the config's where not given.
+            trial: Name of the trial; a new one where not given.
+            root: Directory of all experiments; ``zbus-runs`` where not given.
+            scheduler: ``local`` (processes on this host), ``inline`` (this process and thread, for pdb) or
+                ``external`` (agents started by hand).
+            startup_timeout: Seconds until all ranks must be ready.
+            resume: Go on in an existing trial.
+            overwrite: Replace an existing trial.
+            config: A whole config; the other arguments win over it.
+
+        Raises:
+            ConfigError: The arguments cannot work.
+            TrialError: The trial exists or is in use.
+            StartupError: Ranks are missing at the deadline; each is named with its phase.
+            WorkerLost: A rank died while starting.
+            RemoteError: An engine's constructor or ``setup`` raised.
+        """
+        plan = _Plan.of(experiment, roles, trial, root, scheduler, startup_timeout, resume, overwrite, config)
+        self = cls(plan.trial, 0)
+        try:
+            if plan.scheduler == "inline":
+                self._launch_inline(plan)
+            else:
+                self._launch(plan)
+        except BaseException:
+            self.close()
+            raise
+        if plan.run is not None:
+            plan.run.launched.append(self)
+        return self
+
+    @classmethod
+    def attach(cls, trial: TrialDir | str | os.PathLike[str], *, timeout: float = _GUEST_S) -> Controller:
+        """Join a running trial as a guest: a session of its own, ``ctl`` and ``pure`` calls only.
+
+        Closing a guest leaves the trial as it is.
+
+        Args:
+            trial: The trial directory.
+            timeout: Seconds to reach the workers.
+
+        Raises:
+            TrialError: Not a trial directory, or no controller has run in it.
+            StartupError: Workers cannot be reached.
+        """
+        opened = trial if isinstance(trial, TrialDir) else TrialDir.open(trial)
+        self = cls(opened, 0)
+        try:
+            self._attach(timeout)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    # -- using it ------------------------------------------------------------------------------------------------
+
+    def group(self, role: str) -> Group:
+        """Return the group of a role: all its ranks, with its endpoints as methods.
+
+        Raises:
+            ConfigError: No such role.
+        """
+        found = self._groups.get(role)
+        if found is None:
+            roster = self._rosters.get(role)
+            if roster is None:
+                known = ", ".join(self._rosters) or "none"
+                msg = f"trial {self.trial.name} has no role {role!r}"
+                raise ConfigError(msg, hint=f"its roles are: {known}")
+            found = self._groups[role] = Group(roster, self._placer, deadline_s=self._deadline_s)
+        return found
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Names of the roles."""
+        return tuple(self._rosters)
+
+    def config_perf_tracer(self, config: Mapping[str, Any] | None, role: str | None = None) -> None:
+        """Switch tracing of a role's workers (all roles by default) and of this process; None switches it off."""
+        control.config_perf_tracer(config, "controller", 0)
+        for name in self.roles if role is None else (role,):
+            self._ask(name, "zbus.config_perf_tracer", config, name)
+
+    def save_perf_tracer(self, step: int | None = None, force: bool = False) -> None:  # noqa: FBT001, FBT002  # founding spelling
+        """Have every process write its trace now, if ``step`` is due. No call is made where nothing is traced."""
+        if not control.tracers() and not force:
+            return
+        control.save_perf_tracer(step, force)
+        for name in self.roles:
+            self._ask(name, "zbus.save_perf_tracer", step, force)
+
+    def statuses(self, timeout: float = 2.0) -> dict[WorkerName, dict[str, Any]]:
+        """Return ``zbus.status`` of every rank that answers; asked on ``ctl``, so busy ranks answer too."""
+        found: dict[WorkerName, dict[str, Any]] = {}
+        for role in self.roles:
+            found.update(self._ask(role, "zbus.status", timeout=timeout))
+        return found
+
+    def report(self) -> dict[str, Any]:
+        """Return figures of this session: wall seconds, roles, calls, retransmissions, probes."""
+        stats = {} if self._client is None else self._client.statistics()
+        return {
+            "wall_s": round(time.monotonic() - self._began, 3),
+            "roles": {name: len(roster.peers()) for name, roster in self._rosters.items()},
+            **stats,
+        }
+
+    def close(self) -> None:
+        """Stop all workers in order and free everything. A guest only leaves. Any thread; idempotent."""
+        with self._close_lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._closers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "guest" if not self.epoch else f"epoch {self.epoch}"
+        return f"<Controller {self.trial.name}: {state}, roles {', '.join(self._rosters) or 'none'}>"
+
+    # -- launching -----------------------------------------------------------------------------------------------
+
+    def _launch(self, plan: _Plan) -> None:
+        deadline = time.monotonic() + plan.startup_timeout
+        closers = self._closers
+        self._deadline_s = plan.config.rpc.timeout
+        if not plan.keeps_lock:
+            closers.callback(self.trial.unlock)
+        records = Records(FileRegistry(self.trial.registry))
+        closers.callback(records.close)
+        runtime = RuntimeDir.create(self.trial.path)
+        closers.callback(runtime.remove)
+        limits = check_limits(sum(role.world_size for role in plan.roles.values()) + 16)
+        factory = SocketFactory(max_sockets=limits.max_sockets)
+        closers.callback(factory.close)
+        hub = _open_hub(plan, factory, runtime)
+        closers.callback(hub.stop)
+        epoch = self._claim(records, hub, runtime)
+        closers.callback(_Lease(records, epoch, plan.config.rpc.lease).stop)
+        self._trace(plan.config, epoch)
+        closers.callback(lambda: control.reset("controller", 0))
+        session = bytes.fromhex(epoch.session)
+        client = self._client = Client(session=session, epoch=epoch.epoch, factory=factory)  # type: ignore[arg-type]  # a NewType of bytes
+        closers.callback(client.close)
+        jobs = {name: role.to_job(name, plan.config.trace.level) for name, role in plan.roles.items()}
+        entries = {
+            name: (jobs[name].to_record(epoch.epoch), role.args, role.kwargs) for name, role in plan.roles.items()
+        }
+        members = self._members = Members(client, records, entries, create_timeout_s=plan.config.rpc.create_timeout)
+        closers.callback(members.close)
+        directory = Directory(
+            records, factory=factory, hub=(hub.pub_endpoints, hub.sub_endpoints), on_event=members.on_event
+        ).start()
+        closers.callback(directory.close)
+        directory.launching(active=True)
+        for record, _, _ in entries.values():
+            records.publish_job(record)
+        scheduler, failures = self._schedule(plan)
+        self._placer, self._rosters = client, members.roles
+        closers.callback(self._stop_workers, scheduler, plan.config.scheduler.stop_grace)
+        for job in jobs.values():
+            scheduler.start(job)
+        self._await_ready(members, scheduler, failures, deadline, plan.startup_timeout)
+        directory.launching(active=False)
+
+    def _schedule(self, plan: _Plan) -> tuple[Scheduler, list[AgentExit]]:
+        failures: list[AgentExit] = []
+        settings = plan.config.scheduler
+        if plan.scheduler == "external":
+            from controller.scheduling.external import ExternalScheduler
+
+            external = ExternalScheduler(self.trial, ask_stop=self._ask_agents)
+            self._closers.callback(external.close)
+            for name, role in plan.roles.items():
+                log.info("waiting for %s/0-%d: zbus-worker start --role %s", name, role.world_size - 1, name)
+            return external, failures
+        from controller.scheduling.local import LocalScheduler
+
+        def agent_ended(ended: AgentExit) -> None:
+            failures.append(ended)
+            if self._members is not None:
+                self._members.poke()
+
+        local = LocalScheduler(
+            self.trial,
+            gpus=settings.gpus,
+            transport=settings.transport,
+            bind_host=settings.bind,
+            wait_controller_s=plan.startup_timeout,
+            stop_grace_s=settings.stop_grace,
+            on_agent_exit=agent_ended,
+        )
+        self._closers.callback(local.close)
+        return local, failures
+
+    def _await_ready(
+        self, members: Members, scheduler: Scheduler, failures: list[AgentExit], deadline: float, limit_s: float
+    ) -> None:
+        """Wait until every rank is ready; the first failure ends the wait, so does the deadline."""
+
+        def settled() -> bool:
+            return not members.missing() or members.first_error() is not None or bool(failures)
+
+        members.wait(settled, max(0.0, deadline - time.monotonic()))
+        if failures and members.first_error() is None and members.missing():
+            members.wait(lambda: members.first_error() is not None, 0.3)  # an exit record tells more than its agent
+        error = members.first_error()
+        if error is not None:
+            raise error
+        missing = members.missing()
+        if not missing:
+            return
+        if failures:
+            raise _agent_error(failures[0])
+        lines = {str(member.name): words for member, words in missing}
+        for line in scheduler.missing():
+            name, _, words = line.partition(": ")
+            if name in lines and members.phase_of(name) == "no process has registered":
+                lines[name] = words
+        if members.strangers:
+            lines["ignored"] = ", ".join(sorted(set(members.strangers))) + " (no such rank in this trial)"
+        names = ", ".join(str(member.name) for member, _ in missing)
+        raise StartupError(
+            f"{names} not ready within {limit_s:g} s",
+            hint="look at the logs named above, or raise scheduler.startup_timeout",
+            facts=lines,
+        )
+
+    def _claim(self, records: Records, hub: Hub, runtime: RuntimeDir) -> EpochRecord:
+        claimed = records.claim_epoch(
+            EpochRecord(
+                session=new_session().hex(),
+                host=socket.gethostname(),
+                boot_id=boot_id(),
+                pid=os.getpid(),
+                pid_start=start_time(os.getpid()) or 0,
+                hub_pub=list(hub.pub_endpoints),
+                hub_sub=list(hub.sub_endpoints),
+                public_key=ProcessKeys.create().public_text,
+                run_epoch_wall_ns=SYSTEM_CLOCK.wall_ns(),
+                run_epoch_mono_ns=SYSTEM_CLOCK.monotonic_ns(),
+                clock_boot_id=boot_id(),
+                version=_version(),
+                runtime_dir=str(runtime.path),
+            )
+        )
+        self.epoch = claimed.epoch
+        return claimed
+
+    def _trace(self, config: Config, epoch: EpochRecord) -> None:
+        root = config.trace.root or str(self.trial.traces)
+        control.configure(
+            TraceConfig(
+                root=root,
+                level=config.trace.level,
+                run=self.trial.name,
+                run_epoch_wall_ns=epoch.run_epoch_wall_ns,
+                run_epoch_mono_ns=epoch.run_epoch_mono_ns,
+                clock_boot_id=epoch.clock_boot_id,
+            ),
+            role="controller",
+            rank=0,
+            start=epoch.epoch - 1,
+        )
+
+    def _launch_inline(self, plan: _Plan) -> None:
+        from controller.scheduling.inline import InlineRuntime
+
+        if not plan.keeps_lock:
+            self._closers.callback(self.trial.unlock)
+        self._deadline_s = plan.config.rpc.timeout
+        runtime = InlineRuntime(self.trial)
+        self._closers.callback(runtime.close)
+        for name, role in plan.roles.items():
+            runtime.add(name, role)
+        self._placer, self._rosters = runtime, runtime.rosters
+
+    # -- a guest -------------------------------------------------------------------------------------------------
+
+    def _attach(self, timeout: float) -> None:
+        from controller.guests import GuestRoster
+
+        records = Records(FileRegistry(self.trial.registry, create=False))
+        self._closers.callback(records.close)
+        if records.current_epoch() is None:
+            msg = f"no controller has run in {self.trial.name} yet"
+            raise TrialError(msg, hint="zbus-controller status shows what runs")
+        factory = SocketFactory()
+        self._closers.callback(factory.close)
+        client = self._client = Client(session=new_session(), epoch=0, factory=factory, name="guest")
+        self._closers.callback(client.close)
+        self._placer = client
+        self._rosters = GuestRoster.connect(client, records, timeout)
+
+    # -- talking to processes ------------------------------------------------------------------------------------
+
+    def _ask(self, role: str, method: str, *args: Any, timeout: float = _STOP_ACK_S) -> dict[WorkerName, Any]:
+        """Call one of the bus's own methods on ``ctl`` of every ready rank; those that fail are left out."""
+        client = self._client
+        if client is None:
+            return {}
+        ready = [peer for peer in self._rosters[role].peers() if peer.state is PeerState.READY]
+        return _ask(client, ready, method, args, timeout)
+
+    def _ask_agents(self, role: str, grace_s: float) -> bool:
+        """Ask the agents of a role to stop; True if all acknowledged."""
+        client = self._client
+        if client is None:
+            return False
+        records = Records(FileRegistry(self.trial.registry, create=False))
+        try:
+            agents = records.agents(role)
+        finally:
+            records.close()
+        peers = [client.connect(WorkerName(record.agent, 0), 0, {"ctl": record.ctl}) for record in agents if record.ctl]
+        client.wait(lambda: all(peer.state is PeerState.READY for peer in peers), _STOP_ACK_S)
+        ready = [peer for peer in peers if peer.state is PeerState.READY]
+        answers = _ask(client, ready, "zbus.stop", (grace_s,), _STOP_ACK_S)
+        for peer in peers:
+            client.disconnect(peer)
+        return bool(agents) and len(answers) == len(agents)
+
+    def _stop_workers(self, scheduler: Scheduler, grace_s: float) -> None:
+        """Tell every worker to end, acknowledged; then have the scheduler see to it."""
+        try:
+            for role in self.roles:
+                self._ask(role, "zbus.stop", grace_s)
+        except ZbusError as error:
+            log.debug("while asking workers to stop: %s", error)
+        scheduler.stop(grace_s=grace_s)
+
+
+class _Lease:
+    """Renews the controller's lease on a thread of its own until stopped."""
+
+    def __init__(self, records: Records, epoch: EpochRecord, ttl_s: float) -> None:
+        self._records = records
+        self._renewer = LeaseRenewer(f"controller.{epoch.epoch}", ttl_s)
+        self._stop = threading.Event()
+        self._lease: Any = None
+        self._thread = threading.Thread(target=self._run, name="zbus-lease", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Release the lease."""
+        self._stop.set()
+        self._thread.join(2.0)
+        if self._lease is not None:
+            with contextlib.suppress(ZbusError):  # a sick registry must not keep a run from ending
+                self._records.release_lease(self._lease)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            now = SYSTEM_CLOCK.monotonic_ns()
+            if self._renewer.due(now):
+                lease = self._renewer.next(now)
+                try:
+                    self._records.renew_lease(lease)
+                except ZbusError as error:
+                    if self._renewer.failures == 0:
+                        log.warning("the controller's lease could not be renewed: %s", error)
+                    self._renewer.failed()
+                else:
+                    self._lease = lease
+                    self._renewer.renewed()
+            self._stop.wait(max(0.01, self._renewer.wait_s(SYSTEM_CLOCK.monotonic_ns())))
+
+
+class _Plan:
+    """What a launch is asked to do, after config, arguments and command line are put together."""
+
+    def __init__(self, config: Config, roles: dict[str, Role], trial: TrialDir, run: Any) -> None:
+        self.config = config
+        self.roles = roles
+        self.trial = trial
+        self.run = run
+        self.scheduler = config.scheduler.type
+        self.startup_timeout = config.scheduler.startup_timeout
+
+    @property
+    def keeps_lock(self) -> bool:
+        """Whether the run, not this controller, holds the trial's lock."""
+        return self.run is not None
+
+    @classmethod
+    def of(  # noqa: PLR0917  # private, one caller
+        cls,
+        experiment: str | None,
+        roles: Mapping[str, Role] | None,
+        trial: str | None,
+        root: str | os.PathLike[str] | None,
+        scheduler: str | None,
+        startup_timeout: float | None,
+        resume: bool,
+        overwrite: bool,
+        config: Config | None,
+    ) -> _Plan:
+        import msgspec
+
+        run = current_run()
+        base = config if config is not None else run.config if run is not None else Config()
+        settings = base.scheduler
+        if scheduler is not None and not (run is not None and run.was_set("scheduler.type")):
+            if scheduler not in ("inline", "local", "external"):
+                msg = f"scheduler {scheduler!r} is not known"
+                raise ConfigError(msg, hint="one of local, inline, external")
+            settings = msgspec.structs.replace(settings, type=scheduler)
+        if startup_timeout is not None and not (run is not None and run.was_set("scheduler.startup_timeout")):
+            settings = msgspec.structs.replace(settings, startup_timeout=float(startup_timeout))
+        base = msgspec.structs.replace(base, scheduler=settings)
+        chosen = dict(roles) if roles is not None else _config_roles(base.roles)
+        if run is not None and roles is not None:
+            chosen = {name: role.with_changes(run.role_overrides(name)) for name, role in chosen.items()}
+        if not chosen:
+            msg = "a trial needs at least one role"
+            raise ConfigError(msg, hint='for example roles={"actor": Role("engines:Actor", replicas=2)}')
+        for name, role in chosen.items():
+            role.to_job(name, base.trace.level)  # refuse what cannot be placed before anything is made
+        if run is not None:
+            directory = run.make_trial(experiment or base.experiment or "default")
+        else:
+            directory = TrialDir.create(
+                root if root is not None else base.root,
+                experiment or base.experiment or "default",
+                trial or base.trial or None,
+                resume=resume,
+                overwrite=overwrite,
+            )
+        return cls(base, chosen, directory, run)
+
+
+def _config_roles(roles: Mapping[str, RoleConfig]) -> dict[str, Role]:
+    found = {}
+    for name, role in roles.items():
+        if not role.engine:
+            msg = f"role {name} names no engine"
+            raise ConfigError(msg, hint=f"set roles.{name}.engine=package.module:Class")
+        found[name] = Role.of(role)
+    return found
+
+
+def _open_hub(plan: _Plan, factory: SocketFactory, runtime: RuntimeDir) -> Hub:
+    transport = "both" if plan.config.scheduler.transport == "tcp" else "ipc"
+    host = plan.config.scheduler.bind
+    hub = Hub(
+        factory,
+        pub=bind_endpoints(transport, "hub-pub", runtime_dir=runtime, host=host),  # type: ignore[arg-type]  # a Literal
+        sub=bind_endpoints(transport, "hub-sub", runtime_dir=runtime, host=host),  # type: ignore[arg-type]  # a Literal
+    )
+    hub.start()
+    return hub
+
+
+def _agent_error(ended: AgentExit) -> Exception:
+    facts = {"log": ended.log}
+    return WorkerLost(
+        f"the agent of {ended.role} {ended.cause()} before its ranks were ready",
+        role=ended.role,
+        host=ended.host,
+        pid=ended.pid,
+        outcome=OutcomeKind.NOT_EXECUTED.value,
+        reason="agent_exit",
+        exit_code_of_worker=ended.exit_code,
+        signal_of_worker=ended.signal,
+        log_tail=ended.log_tail,
+        facts=facts,
+    )
+
+
+def _ask(
+    client: Client, peers: Sequence[Peer], method: str, args: Sequence[Any], timeout_s: float
+) -> dict[WorkerName, Any]:
+    """Call a method on ``ctl`` of each peer and return the good answers by name."""
+    if not peers:
+        return {}
+    outcomes: dict[int, Outcome] = {}
+
+    def sink(member: int, _call: int, outcome: Outcome) -> None:
+        outcomes[member] = outcome
+
+    frames = encode([[method, tuple(args), {}]])
+    try:
+        client.place(peers, "ctl", [frames] * len(peers), 1, deadline_s=timeout_s, sink=sink)
+    except Unavailable:  # one of them went meanwhile: ask the others one by one
+        if len(peers) == 1:
+            return {}
+        return {
+            name: answer for peer in peers for name, answer in _ask(client, [peer], method, args, timeout_s).items()
+        }
+    client.wait(lambda: len(outcomes) == len(peers), timeout_s + 1.0)
+    return {
+        peers[member].name: decode(outcome.payload)
+        for member, outcome in outcomes.items()
+        if outcome.kind is OutcomeKind.OK and outcome.payload is not None
+    }
+
+
+def _version() -> str:
+    import zbus
+
+    return zbus.__version__

@@ -1,0 +1,460 @@
+"""Who is in each role now: connects every incarnation the directory sees, creates its engine, ends what died.
+
+One thread (``zbus-members``) takes events from the directory and state changes from the client, in order, and is the
+only one that changes a member. Readers take whole lists.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from controller.placer import WorkerFacts
+from zbus.codec import decode, encode
+from zbus.codec.exceptions import rebuild_exception
+from zbus.discovery.state import Event, LeaseExpired, WorkerExited, WorkerReplaced, WorkerSeen
+from zbus.engine import EndpointSpec, Mesh, table_from_wire
+from zbus.errors import EngineLoadError, RegistryError, StartupError, WorkerLost
+from zbus.ids import WorkerName
+from zbus.protocol.messages import Outcome, OutcomeKind
+from zbus.registry.records import ExitRecord, JobRecord, Records, WorkerRecord
+from zbus.runtime.processes import boot_id, describe_exit, is_alive
+from zbus.transport.client import Client, Peer, PeerState
+
+__all__ = ["Member", "Members", "RoleMembers"]
+
+log = logging.getLogger("zbus.members")
+
+_LOOK_S: Final = 0.01
+_EXIT_PATIENCE_S: Final = 1.0
+_IDLE_S: Final = 0.5
+
+
+class Phase:
+    """How far a rank has come; shown in start-up errors."""
+
+    WAITING = "no process has registered"
+    CONNECTING = "registered, not connected"
+    CREATING = "creating its engine"
+    READY = "ready"
+    FAILED = "failed"
+    DEAD = "dead"
+
+
+class _Absent:
+    """Stands in a roster for a rank that cannot be called now."""
+
+    reason = "not_ready"
+
+    def __init__(self, name: WorkerName, state: PeerState, evidence: str, welcome: Mapping[str, Any]) -> None:
+        self.name = name
+        self.incarnation = 0
+        self.state = state
+        self.evidence = evidence
+        self.welcome = dict(welcome)
+
+
+@dataclass
+class Member:
+    """One rank of one role. Changed by the members thread only."""
+
+    name: WorkerName
+    record: WorkerRecord | None = None
+    peer: Peer | None = None
+    phase: str = Phase.WAITING
+    since: float = field(default_factory=time.monotonic)
+    error: Exception | None = None
+    suspect_since: float | None = None
+    exited: ExitRecord | None = None
+    digest: str = ""
+
+    def to(self, phase: str) -> None:
+        """Enter a phase."""
+        self.phase = phase
+        self.since = time.monotonic()
+
+
+class RoleMembers:
+    """The roster of one role; see ``controller.placer.Roster``. Any thread may read it."""
+
+    def __init__(self, job: JobRecord, arguments: tuple[Sequence[Any], Mapping[str, Any]], exits: Callable[[int], Any]):
+        self.job = job
+        self.role = job.role
+        self.mesh = Mesh.of(job.mesh or None, job.world_size)
+        self.members = [Member(WorkerName(job.role, rank)) for rank in range(job.world_size)]
+        self.arguments = arguments
+        self.table: dict[str, EndpointSpec] = {}
+        self._exit_of = exits
+        self._peers: list[Any] = []
+        self.refresh()
+
+    def peers(self) -> Sequence[Any]:
+        """Return the current incarnation of each rank, in rank order."""
+        return self._peers
+
+    def endpoints(self) -> Mapping[str, EndpointSpec]:
+        """Return the endpoint table of the role's engine."""
+        return self.table
+
+    def facts(self, peer: Any) -> WorkerFacts:
+        """Return what is known of one incarnation; may read a record."""
+        welcome = getattr(peer, "welcome", {})
+        ended: ExitRecord | None = self._exit_of(peer.incarnation) if peer.incarnation else None
+        if ended is None:
+            return WorkerFacts(host=welcome.get("host"), pid=welcome.get("pid"))
+        facts = {"exit": _how(ended)}
+        hint = None
+        if ended.oom:
+            hint = f"raise roles.{ended.role}.mem or lower its batch"
+        elif self.job.restart == "never":
+            hint = f"restart it by policy with roles.{ended.role}.restart=one"
+        return WorkerFacts(
+            host=ended.host or welcome.get("host"),
+            pid=ended.pid or welcome.get("pid"),
+            exit_code=ended.exit_code,
+            signal=ended.signal,
+            log_tail=ended.log_tail,
+            crash_file=ended.crash_file or None,
+            facts={**facts, "start": str(ended.start), "log": ended.log},
+            hint=hint,
+        )
+
+    def will_return(self, peer: Any) -> bool:
+        """Tell whether a rank that is gone will be started again by policy."""
+        member = self.members[peer.name.rank]
+        return self.job.restart != "never" and member.error is None
+
+    @property
+    def ready(self) -> int:
+        """Number of ranks that can be called."""
+        return sum(member.phase == Phase.READY for member in self.members)
+
+    def refresh(self) -> None:
+        """Rebuild the list that readers take."""
+        self._peers = [self._current(member) for member in self.members]
+
+    def _current(self, member: Member) -> Any:
+        if member.peer is not None and member.phase in (Phase.READY, Phase.DEAD):
+            return member.peer
+        state = PeerState.DEAD if member.phase in (Phase.DEAD, Phase.FAILED) else PeerState.CONNECTING
+        welcome = {} if member.peer is None else member.peer.welcome
+        return _Absent(member.name, state, str(member.error or member.phase), welcome)
+
+
+class Members:
+    """All roles of a trial. ``on_event`` and ``on_state`` may be called from any thread and return at once.
+
+    Args:
+        client: Carries calls.
+        records: The registry.
+        jobs: Job record and engine arguments by role.
+        create_timeout_s: Limit of one engine creation.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        records: Records,
+        jobs: Mapping[str, tuple[JobRecord, Sequence[Any], Mapping[str, Any]]],
+        *,
+        create_timeout_s: float,
+    ) -> None:
+        self._client = client
+        self._records = records
+        self._create_timeout_s = create_timeout_s
+        self._exits: dict[int, ExitRecord] = {}
+        self.roles = {
+            name: RoleMembers(job, (args, kwargs), self._exits.get) for name, (job, args, kwargs) in jobs.items()
+        }
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._by_peer: dict[Peer, Member] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self.strangers: list[str] = []
+        client.on_state = self.on_state
+        self._thread = threading.Thread(target=self._run, name="zbus-members", daemon=True)
+        self._thread.start()
+
+    # -- from outside --------------------------------------------------------------------------------------------
+
+    def on_event(self, event: Event) -> None:
+        """Take an event of the directory."""
+        if isinstance(event, WorkerSeen):
+            self._inbox.put(lambda: self._seen(event.record))
+        elif isinstance(event, WorkerReplaced):
+            self._inbox.put(lambda: self._replaced(event.old, event.new))
+        elif isinstance(event, WorkerExited):
+            self._inbox.put(lambda: self._exited(event.record))
+        elif isinstance(event, LeaseExpired):
+            self._inbox.put(lambda: self._lease_expired(event.holder, event.silence_s))
+
+    def on_state(self, peer: Peer, state: PeerState) -> None:
+        """Take a state change of the client. Under its lock."""
+        self._inbox.put(lambda: self._state(peer, state))
+
+    def poke(self) -> None:
+        """Have whoever waits ask again: something outside has changed."""
+        self._inbox.put(lambda: None)
+
+    def phase_of(self, name: str) -> str:
+        """Return the phase of ``role/rank``."""
+        role, _, rank = name.rpartition("/")
+        return self.roles[role].members[int(rank)].phase
+
+    def wait(self, done: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Wait until ``done()``, asked after each change; False if the time ran out."""
+        with self._changed:
+            return self._changed.wait_for(done, timeout_s)
+
+    def missing(self) -> list[tuple[Member, str]]:
+        """Return the ranks that are not ready, each with what is known of it."""
+        found = []
+        for role in self.roles.values():
+            for member in role.members:
+                if member.phase != Phase.READY:
+                    found.append((member, _standing(member)))
+        return found
+
+    def first_error(self) -> Exception | None:
+        """Return the earliest start-up failure, or None."""
+        failed = [m for role in self.roles.values() for m in role.members if m.error is not None]
+        return min(failed, key=lambda m: m.since).error if failed else None
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._closing = True
+        self._inbox.put(None)
+        self._thread.join(5.0)
+
+    # -- the members thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing:
+            suspects = [m for m in self._by_peer.values() if m.suspect_since is not None]
+            try:
+                job = self._inbox.get(timeout=_LOOK_S if suspects else _IDLE_S)
+            except queue.Empty:
+                job = None
+            try:
+                if job is not None:
+                    job()
+                for member in suspects:
+                    self._look_into(member)
+            except Exception:
+                log.exception("a membership event could not be handled")
+            if job is not None or suspects:
+                for role in self.roles.values():
+                    role.refresh()
+                with self._changed:
+                    self._changed.notify_all()
+
+    def _member(self, role: str, rank: int) -> Member | None:
+        members = self.roles.get(role)
+        if members is None or not 0 <= rank < len(members.members):
+            self.strangers.append(f"{role}/{rank}")
+            return None
+        return members.members[rank]
+
+    def _seen(self, record: WorkerRecord) -> None:
+        member = self._member(record.role, record.rank)
+        if member is None or record.incarnation in self._exits:
+            return
+        if member.record is not None and record.incarnation <= member.record.incarnation:
+            return
+        if member.peer is not None and member.peer.state is not PeerState.DEAD:
+            self._end(member, "fenced", f"start {record.start} of {member.name} has replaced it")
+        if member.peer is not None:
+            self._by_peer.pop(member.peer, None)
+            self._client.disconnect(member.peer)
+        member.record, member.exited, member.error, member.suspect_since = record, None, None, None
+        member.to(Phase.CONNECTING)
+        member.peer = self._client.connect(member.name, record.incarnation, {"main": record.main, "ctl": record.ctl})
+        self._by_peer[member.peer] = member
+        if member.peer.state is PeerState.READY:
+            self._create(member, member.peer)
+
+    def _replaced(self, old: WorkerRecord, new: WorkerRecord) -> None:
+        member = self._member(old.role, old.rank)
+        if member is not None and member.record is not None and member.record.incarnation == old.incarnation:
+            self._end(member, "fenced", f"start {new.start} of {member.name} has replaced it")
+        self._seen(new)
+
+    def _state(self, peer: Peer, state: PeerState) -> None:
+        member = self._by_peer.get(peer)
+        if member is None or member.peer is not peer:
+            return
+        if state is PeerState.READY:
+            member.suspect_since = None
+            if member.phase == Phase.CONNECTING:
+                self._create(member, peer)
+        elif state is PeerState.SUSPECT:
+            if member.suspect_since is None:
+                member.suspect_since = time.monotonic()
+            self._look_into(member)
+        elif state is PeerState.DEAD and member.phase != Phase.DEAD:
+            self._settle_dead(member, peer.reason, peer.evidence)
+
+    def _create(self, member: Member, peer: Peer) -> None:
+        role = self.roles[member.name.role]
+        member.to(Phase.CREATING)
+        args, kwargs = role.arguments
+        frames = encode([["zbus.create_engine", (), {"args": tuple(args), "kwargs": dict(kwargs)}]])
+
+        def created(_member: int, _call: int, outcome: Outcome) -> None:
+            self._inbox.put(lambda: self._created(member, peer, outcome))
+
+        self._client.place([peer], "main", [frames], 1, deadline_s=self._create_timeout_s, sink=created)
+
+    def _created(self, member: Member, peer: Peer, outcome: Outcome) -> None:
+        if member.peer is not peer or member.phase == Phase.DEAD:
+            return
+        if outcome.kind is OutcomeKind.OK:
+            self._installed(member, decode(outcome.payload or ()))
+            return
+        if outcome.kind is OutcomeKind.APP_ERROR:
+            member.error = rebuild_exception(
+                decode(outcome.payload or ()),
+                role=member.name.role,
+                rank=member.name.rank,
+                host=peer.welcome.get("host"),
+                pid=peer.welcome.get("pid"),
+                method="setup",
+                attempts=outcome.attempts,
+            )
+            member.to(Phase.FAILED)
+        elif outcome.reason == "deadline":
+            member.error = StartupError(
+                f"{member.name} did not finish its setup within {self._create_timeout_s:g} s",
+                hint="raise rpc.create_timeout, or look at its log for what it waits for",
+                facts={"where": _where(member)},
+            )
+            member.to(Phase.FAILED)
+
+    def _installed(self, member: Member, facts: Mapping[str, Any]) -> None:
+        if "load_error" in facts:
+            told = facts["load_error"]
+            member.error = EngineLoadError(
+                f"{member.name}: {told['message']}", hint=told["hint"], facts={"where": _where(member), **told["facts"]}
+            )
+            member.to(Phase.FAILED)
+            return
+        role = self.roles[member.name.role]
+        table = table_from_wire(facts["endpoints"])
+        member.digest = str(facts["digest"])
+        other = next((m for m in role.members if m.digest and m.digest != member.digest), None)
+        if other is not None:
+            member.error = StartupError(
+                f"{member.name} and {other.name} run different code of engine {role.job.engine}",
+                hint="install the same version on every host",
+                facts={str(member.name): member.digest, str(other.name): other.digest},
+            )
+            member.to(Phase.FAILED)
+            return
+        role.table.update(table)
+        member.to(Phase.READY)
+
+    # -- ends ----------------------------------------------------------------------------------------------------
+
+    def _exited(self, record: ExitRecord) -> None:
+        self._exits[record.incarnation] = record
+        member = self._member(record.role, record.rank)
+        if member is None:
+            return
+        if member.record is not None and member.record.incarnation != record.incarnation:
+            if record.incarnation < member.record.incarnation:
+                return  # the end of an earlier start
+        member.exited = record
+        if member.peer is not None and member.peer.incarnation == record.incarnation:
+            self._end(member, "worker_exit", _how(record))
+        else:
+            self._settle_dead(member, "worker_exit", _how(record))
+
+    def _look_into(self, member: Member) -> None:
+        """Find out what became of a worker whose connection was lost."""
+        peer, record, since = member.peer, member.record, member.suspect_since
+        if peer is None or record is None or since is None:
+            return
+        try:
+            ended = self._records.exit(record.role, record.rank, record.incarnation)
+        except RegistryError:
+            ended = None  # R8: a sick registry is no proof of death
+        if ended is not None:
+            self._exited(ended)
+        elif record.boot_id == boot_id() and not is_alive(record.pid, record.pid_start):
+            if time.monotonic() - since > _EXIT_PATIENCE_S:
+                self._end(member, "worker_exit", "its process is gone, and its agent has not said how it ended")
+
+    def _lease_expired(self, holder: str, silence_s: float) -> None:
+        for role in self.roles.values():
+            for member in role.members:
+                record, peer = member.record, member.peer
+                if record is None or peer is None or record.agent != holder:
+                    continue
+                if peer.state in (PeerState.READY, PeerState.DEAD):
+                    continue  # the transport is alive: a disk that cannot be written is no death (R8)
+                self._end(member, "lease", f"its agent on {record.host} was silent for {silence_s:.1f} s")
+
+    def _end(self, member: Member, reason: str, evidence: str) -> None:
+        peer = member.peer
+        if peer is not None:
+            self._client.declare_dead(peer, reason=reason, evidence=evidence)
+        self._settle_dead(member, reason, evidence)
+
+    def _settle_dead(self, member: Member, reason: str, evidence: str) -> None:
+        if member.phase == Phase.DEAD:
+            return
+        starting = member.phase != Phase.READY
+        member.suspect_since = None
+        if starting and member.error is None and self.roles[member.name.role].job.restart == "never":
+            member.error = self._start_failure(member, reason, evidence)
+        member.to(Phase.DEAD)
+
+    def _start_failure(self, member: Member, reason: str, evidence: str) -> Exception:
+        ended = member.exited
+        return WorkerLost(
+            f"{member.name} died while {_doing(member.phase)}: {evidence}",
+            role=member.name.role,
+            rank=member.name.rank,
+            host=None if ended is None else ended.host,
+            pid=None if ended is None else ended.pid,
+            method="setup",
+            outcome=OutcomeKind.UNKNOWN.value,
+            reason=reason,
+            exit_code_of_worker=None if ended is None else ended.exit_code,
+            signal_of_worker=None if ended is None else ended.signal,
+            log_tail=() if ended is None else ended.log_tail,
+            crash_file=None if ended is None else ended.crash_file or None,
+            facts={} if ended is None else {"exit": _how(ended), "log": ended.log},
+        )
+
+
+def _how(record: ExitRecord) -> str:
+    return record.reason or describe_exit(record.exit_code, record.signal)
+
+
+def _doing(phase: str) -> str:
+    return {
+        Phase.WAITING: "starting",
+        Phase.CONNECTING: "connecting",
+        Phase.CREATING: "creating its engine",
+    }.get(phase, "starting")
+
+
+def _where(member: Member) -> str:
+    record = member.record
+    if record is None:
+        return "not started"
+    return f"host {record.host}, pid {record.pid}, start {record.start}, log {record.log}"
+
+
+def _standing(member: Member) -> str:
+    """Say how far a rank has come and for how long, with its place and what its link says."""
+    words = f"{member.phase} for {time.monotonic() - member.since:.1f} s"
+    if member.peer is not None and member.phase == Phase.CONNECTING:
+        words += f" ({member.peer.evidence})"
+    return f"{words}; {_where(member)}" if member.record is not None else words
