@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
-import socket
 from pathlib import Path
 from typing import Final
 
@@ -25,12 +23,16 @@ def boot_id() -> str:
 
 @functools.cache
 def pid_space() -> str:
-    """Return a short token of the space in which this process's pids mean something: boot and pid namespace."""
+    """Return a token of the space in which this process's pids mean something: this boot and pid namespace.
+
+    Letters, digits and one hyphen.
+    """
+    machine = boot_id() or os.uname().nodename
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
-    return hashlib.blake2b(f"{boot_id()}|{namespace}|{socket.gethostname()}".encode(), digest_size=6).hexdigest()
+    return "-".join("".join(filter(str.isalnum, part)) for part in (machine, namespace.removeprefix("pid:")))
 
 
 def pid_start(pid: int) -> int:

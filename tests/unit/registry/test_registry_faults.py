@@ -213,3 +213,45 @@ def test_what_was_reported_done_survives_a_power_cut():
         assert after.get("area/c") == b"mine"
         assert not after.list("area").junk
         assert Records(after).claim_epoch(EpochRecord(session="bb")).epoch == epoch + 1
+
+
+class Swept(FaultyFS):
+    """Removes a writer's temporary file just before it is used, as a mistaken sweep of another process would."""
+
+    def run(self, name, work, undo=lambda _: None):
+        if name in ("rename", "link") and self.fail_at:
+            self.fail_at = 0
+            self.hits += 1
+            for path in self.root.rglob(".tmp~*"):
+                path.unlink()
+        return super().run(name, work, undo)
+
+
+def test_a_writer_whose_temporary_file_is_swept_writes_another(tmp_path):
+    """Sweeping can be wrong about who is alive; that costs one attempt, never a record."""
+    fs = Swept(LocalFS(tmp_path / "registry"))
+    registry = FileRegistry(tmp_path / "registry", fs=fs, sleep=no_sleep)
+    registry.put("area/x", b"0")
+    fs.fail_at = -1
+    registry.put("area/x", b"1")
+    assert registry.get("area/x") == b"1"
+    fs.fail_at = -1
+    assert registry.claim("area/y", b"2") == b"2"
+    assert registry.get("area/y") == b"2"
+    assert fs.hits == 2
+
+
+def test_a_file_system_without_hard_links_is_refused_by_name(tmp_path):
+    """A claim that cannot be exclusive is not made by other means."""
+
+    class NoLinks(FaultyFS):
+        def run(self, name, work, undo=lambda _: None):
+            if name == "link":
+                raise OSError(errno.EOPNOTSUPP, "no links")
+            return super().run(name, work, undo)
+
+    registry = FileRegistry(tmp_path / "registry", fs=NoLinks(LocalFS(tmp_path / "registry")), sleep=no_sleep)
+    with pytest.raises(RegistryError, match="cannot claim") as caught:
+        registry.claim("area/x", b"v")
+    assert "hard links" in (caught.value.hint or "")
+    assert not list((tmp_path / "registry").rglob(".tmp~*"))
