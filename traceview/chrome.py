@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import msgspec
 
 from traceview.problems import OutputError
 
 __all__ = ["ChromeWriter"]
-
-_BATCH: Final = 4096
 
 
 class ChromeWriter:
@@ -33,7 +31,6 @@ class ChromeWriter:
         self._temp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         self._squeeze = zlib.compressobj(3, zlib.DEFLATED, 31) if path.name.endswith(".gz") else None
         self._encode = msgspec.json.Encoder().encode
-        self._batch: list[bytes] = []
         self._first = True
         self._fd = -1
         self.bytes = 0
@@ -55,15 +52,14 @@ class ChromeWriter:
             self._fd = -1
         self._temp.unlink(missing_ok=True)
 
-    def event(self, event: msgspec.Struct | Mapping[str, Any]) -> None:
-        """Add one event."""
-        self._batch.append(self._encode(event))
-        if len(self._batch) >= _BATCH:
-            self._flush()
+    def events(self, events: Sequence[msgspec.Struct | Mapping[str, Any]]) -> None:
+        """Add events; some thousands at a time are best."""
+        if events:
+            self._put((b"" if self._first else b",\n") + self._encode(events)[1:-1])
+            self._first = False
 
     def finish(self, metadata: Mapping[str, Any]) -> None:
         """Write the rest and ``metadata`` (as ``otherData``), then give the file its name."""
-        self._flush()
         self._put(b'\n],"otherData":%b}\n' % self._encode(metadata))
         if self._squeeze is not None:
             self._write(self._squeeze.flush())
@@ -73,12 +69,6 @@ class ChromeWriter:
             self._temp.replace(self._path)
         except OSError as error:
             raise self._error(error) from error
-
-    def _flush(self) -> None:
-        if self._batch:
-            self._put((b"" if self._first else b",\n") + b",\n".join(self._batch))
-            self._first = False
-            self._batch.clear()
 
     def _put(self, data: bytes) -> None:
         self._write(data if self._squeeze is None else self._squeeze.compress(data))

@@ -6,6 +6,7 @@ Results go to stdout, warnings and hints to stderr. Exit codes: 0, 2 usage or in
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -84,6 +85,7 @@ def merge(context: click.Context, /, inputs: tuple[str, ...], **options: Any) ->
     from zbus.errors import ZbusError
 
     as_json, quiet = _modes(context, options)
+    gc.disable()  # millions of small tuples and no cycles
     try:
         output = Path(options["output"]) if options["output"] else default_output(list(inputs))
         report = merging.merge(

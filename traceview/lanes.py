@@ -13,11 +13,12 @@ __all__ = ["Lanes"]
 class Lanes:
     """The rows of one thread. Times are integers of any one unit."""
 
-    __slots__ = ("_home", "_stacks")
+    __slots__ = ("_home", "_owner", "_stacks")
 
     def __init__(self) -> None:
-        self._stacks: list[list[tuple[int, str]]] = []  # open spans per row, as (end, track), outermost first
-        self._home: dict[str, int] = {}  # track -> row that holds its open spans
+        self._stacks: list[list[int]] = []  # ends of the open spans of a row, outermost first
+        self._owner: list[str] = []  # the track a row belongs to, until another one takes it over
+        self._home: dict[str, int] = {}  # track -> the row it used last, while it owns it
 
     def __len__(self) -> int:
         return len(self._stacks)
@@ -25,38 +26,43 @@ class Lanes:
     def place(self, start: int, end: int, track: str) -> int:
         """Return the row (0, 1, …) for a span and remember it there."""
         home = self._home.get(track)
-        if home is not None and self._try(home, start, end, track):
-            return home
-        for row in range(len(self._stacks)):
-            if row != home and self._try(row, start, end, track):
-                return row
-        self._stacks.append([(end, track)])
-        self._home[track] = len(self._stacks) - 1
-        return len(self._stacks) - 1
+        if home is not None:
+            stack = self._stacks[home]
+            while stack and stack[-1] <= start:
+                stack.pop()
+            if not stack or end <= stack[-1]:
+                stack.append(end)
+                return home
+        return self._find(start, end, track)
 
     def at(self, start: int, track: str) -> int:
         """Return the row where ``track`` has a span open at ``start``, else row 0."""
         home = self._home.get(track)
         if home is None:
             return 0
-        self._close(home, start)
-        return home if self._stacks[home] else 0
+        stack = self._stacks[home]
+        while stack and stack[-1] <= start:
+            stack.pop()
+        return home if stack else 0
 
-    def _try(self, row: int, start: int, end: int, track: str) -> bool:
-        stack = self._stacks[row]
-        if stack and stack[-1][0] <= start:
-            self._close(row, start)
-        if not stack:
-            self._home[track] = row
-        elif stack[-1][1] != track or end > stack[-1][0]:
-            return False
-        stack.append((end, track))
-        return True
+    def _find(self, start: int, end: int, track: str) -> int:
+        for row, stack in enumerate(self._stacks):
+            while stack and stack[-1] <= start:
+                stack.pop()
+            if not stack:
+                self._take(row, track)
+            elif self._owner[row] != track or end > stack[-1]:
+                continue
+            stack.append(end)
+            return row
+        self._stacks.append([end])
+        self._owner.append(track)
+        self._home[track] = len(self._stacks) - 1
+        return len(self._stacks) - 1
 
-    def _close(self, row: int, start: int) -> None:
-        stack = self._stacks[row]
-        track = ""
-        while stack and stack[-1][0] <= start:
-            track = stack.pop()[1]
-        if not stack and self._home.get(track) == row:
-            del self._home[track]
+    def _take(self, row: int, track: str) -> None:
+        before = self._owner[row]
+        if self._home.get(before) == row:
+            del self._home[before]
+        self._owner[row] = track
+        self._home[track] = row

@@ -21,7 +21,7 @@ from traceview.chrome import ChromeWriter
 from traceview.event import NO_ARGS, Event, encode_args
 from traceview.lanes import Lanes
 from traceview.problems import InputError, Problems, Warned
-from traceview.reader import Source, find_sources, read_events
+from traceview.reader import Source, find_sources, read_batches, read_events
 from traceview.sorting import Sorter
 
 __all__ = ["FORMAT", "MergeReport", "ProcessReport", "merge"]
@@ -30,6 +30,7 @@ FORMAT: Final = 1
 """Newest trace format this program knows."""
 
 _HEAD_EVENTS: Final = 1000
+_BATCH: Final = 4096
 _MAX_ARROW_ENDS: Final = 1 << 20
 _LOSS_TID: Final = -(1 << 40)
 
@@ -347,11 +348,11 @@ class _Merger:
             if kept:
                 self._in_ends.append(number)
 
-    def emit(self, event: Event) -> None:
-        self._writer.event(event)
+    def emit(self, events: list[Event]) -> None:
+        self._writer.events(events)
 
-    def count_span(self) -> None:
-        self._report.spans += 1
+    def count_spans(self, count: int) -> None:
+        self._report.spans += count
 
     def count_lane(self) -> None:
         self._report.lanes += 1
@@ -359,8 +360,8 @@ class _Merger:
     def problem(self, code: str, kind: str, text: str, count: int = 1) -> None:
         self._problems.add(code, kind, text, count)
 
-    def events(self, source: Source) -> Iterator[Event]:
-        return read_events(source, self._problems)
+    def batches(self, source: Source) -> Iterator[list[Event]]:
+        return read_batches(source, self._problems)
 
 
 class _FileMerge:
@@ -380,48 +381,51 @@ class _FileMerge:
 
     def collect(self) -> None:
         """Read the file into the sorter; afterwards all names are known."""
-        add = self._sorter.add
-        shift = self._shift.add_ns
-        for event in self._merger.events(self._source):
-            phase = event.ph
-            if phase == "M":
-                self._metadata(event)
-                continue
-            process = self._current.get(event.pid) or self._process(event.pid)
-            if self._headed and event.pid != self._writer_pid:
-                self._shared_file(event.pid)
-            ts = event.ts
-            if ts is None:
-                self._merger.problem("ZT0109", "no_ts", f"{self._source.label} has an event without ts: dropped")
-                continue
-            start = round(ts * 1000) + shift
-            if start > process.last_ns:
-                process.last_ns = start
-            if phase == "X":
-                self._span(event, process, start)
-            elif phase in "BE":
-                self._pair(event, process)
-            elif phase != "C" or self._clean_counter(event):
-                event.pid = process.pid
-                add(start, 0, event)
+        for batch in self._merger.batches(self._source):
+            for event in batch:
+                self._take(event)
         self._close_open()
         self._check_ends()
+
+    def _take(self, event: Event) -> None:
+        phase = event.ph
+        if phase == "M":
+            self._metadata(event)
+            return
+        process = self._current.get(event.pid) or self._process(event.pid)
+        if self._headed and event.pid != self._writer_pid:
+            self._shared_file(event.pid)
+        ts = event.ts
+        if ts is None:
+            self._merger.problem("ZT0109", "no_ts", f"{self._source.label} has an event without ts: dropped")
+            return
+        if phase == "X":
+            self._span(event, process, ts)
+        elif phase in "BE":
+            self._pair(event, process, ts)
+        elif phase != "C" or self._clean_counter(event):
+            event.pid = process.pid
+            start = round(ts * 1000) + self._shift.add_ns
+            if start > process.last_ns:  # noqa: PLR1730  # the hot path: max() costs a call
+                process.last_ns = start
+            self._sorter.add(start, start, event)
+
+    def _span(self, event: Event, process: _Process, ts: float) -> None:
+        """Take a span; its end is rounded, not its duration, so that a child never leaves its parent."""
+        dur = event.dur
+        if dur is None or dur < 0:
+            dur = self._no_duration(dur)
+        shift = self._shift.add_ns
+        end = round((ts + dur) * 1000) + shift
+        if end > process.last_ns:  # noqa: PLR1730  # as above
+            process.last_ns = end
+        event.pid = process.pid
+        self._sorter.add(round(ts * 1000) + shift, end, event)
 
     def _shared_file(self, pid: int) -> None:
         text = f"{self._source.label} was written by two processes at once (pids {self._writer_pid} and {pid})"
         self._merger.problem("ZT0113", "shared_file", text)
         self._writer_pid = pid
-
-    def _span(self, event: Event, process: _Process, start: int) -> None:
-        """Take a span; its end is rounded, not its duration, so that a child never leaves its parent."""
-        dur = event.dur
-        if dur is None or dur < 0:
-            dur = self._no_duration(dur)
-        end = round(((event.ts or 0.0) + dur) * 1000) + self._shift.add_ns
-        if end > process.last_ns:
-            process.last_ns = end
-        event.pid = process.pid
-        self._sorter.add(start, end - start, event)
 
     def _no_duration(self, dur: float | None) -> float:
         kind = "no_dur" if dur is None else "negative_dur"
@@ -480,14 +484,15 @@ class _FileMerge:
         start = round(since * 1000) + self._shift.add_ns
         event = Event(f"lost {lost} records ({reason})", "X", since, max(0.0, until - since), process.pid, _LOSS_TID)
         self._thread(process, _LOSS_TID).name = "losses"
-        self._sorter.add(start, round(max(0.0, until - since) * 1000), event)
+        self._sorter.add(start, start + round(max(0.0, until - since) * 1000), event)
         self._merger.problem("ZT0111", "lost", f"{self._source.label} lost {lost} records ({reason})", lost)
 
-    def _pair(self, event: Event, process: _Process) -> None:
+    def _pair(self, event: Event, process: _Process, ts: float) -> None:
         """Make one span of a begin and its end."""
         stack = process.open.setdefault(event.tid, [])
         if event.ph == "B":
             stack.append(event)
+            process.last_ns = max(process.last_ns, round(ts * 1000) + self._shift.add_ns)
             return
         if not stack:
             text = f"{self._source.label} has an end without a begin ({event.name or 'no name'}): dropped"
@@ -495,10 +500,10 @@ class _FileMerge:
             return
         begun = stack.pop()
         begun.ph = "X"
-        begun.dur = (event.ts or 0.0) - (begun.ts or 0.0)
+        begun.dur = ts - (begun.ts or 0.0)
         if event.args is not NO_ARGS:
             begun.args = encode_args({**_args(begun), **_args(event)})
-        self._span(begun, process, round((begun.ts or 0.0) * 1000) + self._shift.add_ns)
+        self._span(begun, process, begun.ts or 0.0)
 
     def _close_open(self) -> None:
         """End what a crash left open at the process's last sign of life."""
@@ -507,7 +512,7 @@ class _FileMerge:
                 start = round((event.ts or 0.0) * 1000) + self._shift.add_ns
                 event.ph, event.pid = "X", process.pid
                 event.args = encode_args({**_args(event), "unfinished": True})
-                self._sorter.add(start, max(0, process.last_ns - start), event)
+                self._sorter.add(start, max(start, process.last_ns), event)
                 text = f"{self._source.label} has a span without an end ({event.name}): ended at the last event"
                 self._merger.problem("ZT0110", "unfinished_span", text)
 
@@ -535,30 +540,44 @@ class _FileMerge:
 
     def write(self) -> None:
         """Write the process names, the events in order of time, and the names of all rows."""
-        emit = self._merger.emit
         for process in self._by_pid.values():
             self._name_process(process)
+        merger, by_pid = self._merger, self._by_pid
+        batch: list[Event] = []
+        spans = 0
         for start, minus_dur, _, event in self._sorter.events():
-            process = self._by_pid[event.pid]
+            process = by_pid[event.pid]
             thread = process.threads.get(event.tid) or self._thread(process, event.tid)
-            phase = event.ph
             event.ts = start / 1000
-            if phase == "X":
+            if event.ph == "X":
+                spans += 1
                 event.dur = -minus_dur / 1000
                 row = thread.lanes.place(start, start - minus_dur, event.track)
-                self._merger.count_span()
+                event.track = ""
                 if event.bind_id != "":
-                    self._merger.arrow_end(event)
+                    merger.arrow_end(event)
             else:
-                row = thread.lanes.at(start, event.track) if phase in "istf" else 0
-                if phase in "ben" and event.id != "":
-                    event.id2, event.id = encode_args({"local": str(event.id)}), ""
-            event.tid = self._tid(thread, row)
-            event.track = ""
+                row = self._place_other(event, thread, start)
+            tids = thread.tids
+            event.tid = tids[row] if row < len(tids) else self._new_row(thread, row)
             process.report.events += 1
-            emit(event)
+            batch.append(event)
+            if len(batch) >= _BATCH:
+                merger.emit(batch)
+                batch = []
+        merger.emit(batch)
+        merger.count_spans(spans)
         for process in self._by_pid.values():
             self._name_threads(process)
+
+    def _place_other(self, event: Event, thread: _Thread, start: int) -> int:
+        """Return the row of an event that is no span."""
+        phase = event.ph
+        if phase in "ben" and event.id != "":  # of this process, whoever else uses the same number
+            event.id2, event.id = encode_args({"local": str(event.id)}), ""
+        row = thread.lanes.at(start, event.track) if phase in "istf" else 0
+        event.track = ""
+        return row
 
     def _thread(self, process: _Process, tid: int) -> _Thread:
         thread = process.threads.get(tid)
@@ -567,7 +586,7 @@ class _FileMerge:
             thread.order = len(process.threads)
         return thread
 
-    def _tid(self, thread: _Thread, row: int) -> int:
+    def _new_row(self, thread: _Thread, row: int) -> int:
         while len(thread.tids) <= row:
             thread.tids.append(self._merger.new_tid())
             if len(thread.tids) > 1:
@@ -590,4 +609,4 @@ class _FileMerge:
                 self._meta(process, "thread_sort_index", tid, {"sort_index": thread.order * 1000 + row})
 
     def _meta(self, process: _Process, name: str, tid: int, args: dict[str, Any]) -> None:
-        self._merger.emit(Event(name, "M", pid=process.pid, tid=tid, args=encode_args(args)))
+        self._merger.emit([Event(name, "M", pid=process.pid, tid=tid, args=encode_args(args))])

@@ -21,9 +21,10 @@ import msgspec
 from traceview.event import Event, Repairer, decode_event
 from traceview.problems import InputError, Problems
 
-__all__ = ["Source", "default_output", "find_sources", "read_events", "source_identity"]
+__all__ = ["Source", "default_output", "find_sources", "read_batches", "read_events", "source_identity"]
 
 _CHUNK: Final = 1 << 20
+_BATCH: Final = 4096
 _MAX_LINE: Final = 64 << 20
 _MAX_OBJECT: Final = 16 << 20
 _GZIP: Final = b"\x1f\x8b"
@@ -101,19 +102,26 @@ def source_identity(path: Path) -> tuple[str | None, int | None]:
 
 def read_events(source: Source, problems: Problems) -> Iterator[Event]:
     """Yield the events of one file in file order, repaired where possible."""
+    for batch in read_batches(source, problems):
+        yield from batch
+
+
+def read_batches(source: Source, problems: Problems) -> Iterator[list[Event]]:
+    """Yield the same as ``read_events``, some thousands at a time."""
     repairer = Repairer(source.label, problems)
     count = 0
+    before = problems.counts["ZT0104", "other_records"]
     try:
-        for event in _events(source, problems, repairer):
-            count += 1
-            yield event
+        for batch in _batches(source, problems, repairer):
+            count += len(batch)
+            yield batch
     except OSError as error:
         problems.add("ZT0102", "unreadable", f"{source.label} cannot be read: {error.strerror}")
         return
     for number, text in repairer.names.items():
         for name in ("process_name", "thread_name"):
-            yield Event(name, "M", pid=number, tid=number, args=msgspec.Raw(json.dumps({"name": text}).encode()))
-    if not count:
+            yield [Event(name, "M", pid=number, tid=number, args=msgspec.Raw(json.dumps({"name": text}).encode()))]
+    if not count and problems.counts["ZT0104", "other_records"] == before:
         problems.add("ZT0103", "no_events", f"{source.label} holds no events")
 
 
@@ -150,7 +158,7 @@ def _walk(root: Path) -> Iterator[Path]:
     for directory, folders, names in os.walk(root):
         folders.sort()
         for name in sorted(names):
-            if name.endswith(_LISTED) and not name.startswith("."):
+            if name.endswith(_LISTED) and not name.startswith((".", "sessions")):
                 yield Path(directory) / name
 
 
@@ -188,7 +196,7 @@ def _chunks(source: Source, problems: Problems) -> Iterator[bytes]:
             problems.add("ZT0107", "bad_gz", f"{source.label} has a damaged gzip stream ({error}), rest ignored")
 
 
-def _events(source: Source, problems: Problems, repairer: Repairer) -> Iterator[Event]:
+def _batches(source: Source, problems: Problems, repairer: Repairer) -> Iterator[list[Event]]:
     chunks = _chunks(source, problems)
     head = b""
     for chunk in chunks:  # enough to tell the kind
@@ -217,22 +225,23 @@ def _is_document(start: bytes) -> bool:
 
 def _lines(
     head: bytes, chunks: Iterator[bytes], source: Source, problems: Problems, repairer: Repairer
-) -> Iterator[Event]:
-    number = 0
-    others = 0
+) -> Iterator[list[Event]]:
+    number = others = 0
     rest = b""
     for chunk in _chain(head, chunks):
         lines = (rest + chunk).split(b"\n")
         rest = lines.pop()
+        batch: list[Event] = []
         for line in lines:
             number += 1
             event = _fast(line)
             if event is not None:
-                yield event
+                batch.append(event)
             elif _is_other(line):
                 others += 1
             else:
-                yield from repairer.line(line, number, last=False)
+                batch.extend(repairer.line(line, number, last=False))
+        yield batch
         if len(rest) > _MAX_LINE:
             problems.add("ZT0107", "bad_line", f"{source.label}:{number + 1} is longer than 64 MiB, skipped")
             rest = b""
@@ -240,7 +249,7 @@ def _lines(
         problems.add("ZT0104", "other_records", f"{source.label} holds {others} records that are no events, skipped")
     if rest.strip():
         event = _fast(rest)
-        yield from (event,) if event is not None else repairer.line(rest, number + 1, last=True)
+        yield [event] if event is not None else repairer.line(rest, number + 1, last=True)
 
 
 _FAST_PHASES: Final = frozenset("XMCiIBEbenstf")
@@ -277,13 +286,14 @@ def _chain(head: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 def _document(
     head: bytes, chunks: Iterator[bytes], source: Source, problems: Problems, repairer: Repairer
-) -> Iterator[Event]:
+) -> Iterator[list[Event]]:
     """Stream the events of a Chrome JSON document, whole or cut, without holding it."""
     scan = _Scanner(head, chunks)
     if not scan.seek_events():
         problems.add("ZT0104", "other_records", f"{source.label} is JSON without trace events, skipped")
         return
     number = 0
+    batch: list[Event] = []
     while not scan.at_end():
         number += 1
         where = f"{source.label}: event {number}"
@@ -294,7 +304,11 @@ def _document(
             continue
         event = repairer.value(value, where)
         if event is not None:
-            yield event
+            batch.append(event)
+        if len(batch) >= _BATCH:
+            yield batch
+            batch = []
+    yield batch
 
 
 class _Scanner:

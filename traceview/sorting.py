@@ -35,11 +35,12 @@ class Sorter:
         self._runs: list[tuple[int, int]] = []  # offset and length in the spill
         self._count = 0
 
-    def add(self, start_ns: int, dur_ns: int, event: Event) -> None:
+    def add(self, start_ns: int, end_ns: int, event: Event) -> None:
         """Take one event."""
-        self._run.append((start_ns, -dur_ns, self._count, event))
+        run = self._run
+        run.append((start_ns, start_ns - end_ns, self._count, event))
         self._count += 1
-        if len(self._run) >= self._limit:
+        if len(run) >= self._limit:
             self._spill_run()
 
     def events(self) -> Iterator[Keyed]:

@@ -7,7 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from traceview.event import Event
+import msgspec
+
+from traceview.event import NO_ARGS, Event
 from traceview.problems import Problems
 from traceview.reader import find_sources, read_events
 
@@ -63,12 +65,25 @@ def collect_stats(inputs: Collection[str], problems: Problems) -> list[dict[str,
     """
     table: dict[tuple[str, str], Distribution] = {}
     for source in find_sources(inputs, problems):
-        role = source.role or source.path.name
+        default = source.role or source.path.name
+        roles: dict[int, str] = {}
         for event in read_events(source, problems):
             if event.ph == "X":
+                role = roles.get(event.pid, default)
                 table.setdefault((role, event.name), Distribution()).add(_ns(event))
+            elif event.ph == "M" and event.name in ("zbus_meta", "process_name"):
+                roles[event.pid] = _role(event) or roles.get(event.pid, default)
     rows = [{"role": role, "name": name, **spans.to_dict()} for (role, name), spans in table.items()]
     return sorted(rows, key=lambda row: (-row["total_us"], row["role"], row["name"]))
+
+
+def _role(event: Event) -> str:
+    try:
+        args = msgspec.json.decode(event.args) if event.args is not NO_ARGS else {}
+    except msgspec.DecodeError:
+        return ""
+    role = args.get("role") if isinstance(args, dict) else None
+    return role if isinstance(role, str) else ""
 
 
 def _ns(event: Event) -> int:

@@ -16,7 +16,7 @@ __all__ = ["validate_files"]
 
 
 def validate_files(inputs: Collection[str], problems: Problems) -> list[dict[str, Any]]:
-    """Return one row per file (``file``, ``events``, ``processes``, ``complete``, ``lost``); damage goes to ``problems``.
+    """Return one row per file (``file``, ``events``, ``processes``, ``complete``, ``lost``); damage: in ``problems``.
 
     Raises:
         InputError: No trace file is found.

@@ -135,7 +135,7 @@ def shutdown() -> None:
     reset()
 
 
-def _new_writer(  # noqa: PLR0917  # private, one caller
+def _new_writer(  # private, one caller
     config: TraceConfig, role: str, rank: int, incarnation: int, start: int, clock: Clock
 ) -> TraceWriter:
     if not config.root:
