@@ -118,8 +118,6 @@ def block_of(error: BaseException, *, verbose: bool = False, target: str = "") -
             block.facts.append(("saved", error.crash_file, []))
         if error.remote_traceback:
             block.frames = _remote_frames(error.remote_traceback, verbose=verbose)
-        if error.outcome and not isinstance(error, RemoteError):
-            block.facts.append(("outcome", _OUTCOMES.get(error.outcome, error.outcome), []))
     elif log:
         block.facts.append(("log", log, []))
     if isinstance(error, ConfigError):
@@ -216,6 +214,8 @@ def _call_facts(error: CallError) -> dict[str, str]:
         facts["exit"] = f"killed by {_signal_name(error.signal_of_worker)}"
     elif error.exit_code_of_worker is not None:
         facts["exit"] = f"exited with code {error.exit_code_of_worker}"
+    if error.outcome in _OUTCOMES and not isinstance(error, RemoteError):
+        facts["outcome"] = _OUTCOMES[error.outcome]
     return facts
 
 
@@ -238,7 +238,7 @@ def _foreign_block(error: BaseException, *, verbose: bool, target: str) -> Block
         block.hint = "the controller itself ran out of memory"
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None and cause is not error:
-        block.facts.append(("because", f"of {_sentence(cause)}", []))
+        block.facts.append(("because", _sentence(cause), []))
     return block
 
 
@@ -311,9 +311,8 @@ def render_block(block: Block, style: Style, width: int) -> str:
     lines = [f"{style(head, 'red', 'bold')} {style(clean(first), 'bold')}"]
     lines += [f"  {clean(line)}" for line in rest]
     wide = max([_KEY_WIDTH, *(len(key) for key, _, _ in block.facts)])
-    if len(block.facts) == 1 and not block.frames and not block.facts[0][2]:
-        key, text, _ = block.facts[0]
-        lines += _wrap(f"  {style(f'{clean(key)}:', 'cyan')} ", f"  {clean(key)}: ", text, width)
+    if [key for key, _, _ in block.facts] == ["from"] and not block.frames:
+        lines += _wrap(f"  {style('from:', 'cyan')} ", "  from: ", block.facts[0][1], width)
     else:
         for fact in block.facts:
             lines += _fact(fact, wide, style, width)

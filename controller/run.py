@@ -155,7 +155,7 @@ class _Execution:
 
     def _drive(self) -> dict[str, Any]:
         if self._target.script is not None:
-            run_script(self._target.script, [self._target.text, *self._options.arguments])
+            run_script(self._target.script, self._options.arguments)
             return {}
         driver = find_driver(self._target)
         config = self._context.config
@@ -252,8 +252,9 @@ class _Execution:
         console.object(summary.to_dict())
         if summary.status == "failed" and error is not None:
             self._show_failure(error)
-        console.result(summary.line())
         trial = self._context.trial
+        if trial is not None or summary.status == "ok":
+            console.result(summary.line())
         if trial is None:
             return
         shown = os.path.relpath(trial.path)

@@ -152,8 +152,8 @@ def call_driver(driver: Driver, *arguments: object) -> Any:
     return result
 
 
-def run_script(script: Path, argv: list[str]) -> None:
-    """Run a file as ``python script ARGS`` would, with ``argv`` as its ``sys.argv``. What it raises passes through."""
-    sys.argv = argv
+def run_script(script: Path, arguments: list[str]) -> None:
+    """Run a file as ``python /full/path/script.py ARGS`` would. What it raises passes through."""
+    sys.argv = [str(script), *arguments]
     put_first(script.parent)
     runpy.run_path(str(script), run_name="__main__")
