@@ -281,11 +281,11 @@ class BatchFuture(Generic[T]):
 
     def _failure(self, failures: Sequence[Failure]) -> Exception:
         order = self._placement.order
-        made = {failure: self._placement.error(failure.member, failure.call, failure.outcome) for failure in failures}
+        made = {one.member: self._placement.error(one.member, one.call, one.outcome) for one in failures}
         if len(order.ranks) == 1:
-            return made[failures[0]]
-        ordered = causes(failures, lambda failure: is_echo(made[failure]))
-        errors = [(order.ranks[failure.member], made[failure]) for failure in ordered]
+            return made[failures[0].member]
+        ordered = causes(failures, lambda failure: is_echo(made[failure.member]))
+        errors = [(order.ranks[failure.member], made[failure.member]) for failure in ordered]
         return batch_error(order.methods[self._call], order.roster.role, errors, self.results(), len(order.ranks))
 
     def _rank_result(self, member: int) -> RankResult:

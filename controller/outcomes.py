@@ -148,8 +148,7 @@ def batch_error(
     """Make the error of a call to several ranks from (rank, error) pairs ordered root first."""
     rank, root = errors[0]
     failed = list(dict.fromkeys(rank for rank, _ in errors))
-    first = str(root).partition("\n")[0]
-    message = f"{role}.{method} failed on {len(failed)} of {total} ranks, first on rank {rank}: {_label(root)}: {first}"
+    message = f"{role}.{method} failed on {len(failed)} of {total} ranks, first on rank {rank}: {_first_line(root)}"
     error = BatchError(message, [one for _, one in errors], results)
     if results:
         error.add_note(f"answered: {_ranks(sorted(results))}")
@@ -159,6 +158,11 @@ def batch_error(
 
 def _label(error: Exception) -> str:
     return getattr(error, "remote_type", None) or type(error).__name__
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).partition("\n")[0]
+    return text if text.startswith(_label(error)) else f"{_label(error)}: {text}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,0 +1,540 @@
+"""``scheduler.type=inline``: every role in the calling process and thread, same API, for pdb and coverage.
+
+``InlineRuntime`` stands where ``transport.Client`` does: groups place calls on it. Arguments and answers go through the
+codec, and calls through the worker's own executor, so what works here works on real workers and fails alike. Sync
+endpoints run inside ``place``, on the caller's thread, one rank after the other; async endpoints run on an event loop
+in a second thread. Engines that join a torch process group of more than one rank need real workers.
+"""
+
+from __future__ import annotations
+
+import bdb
+import enum
+import itertools
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from controller.background import shared
+from controller.placer import ChunkSink, Sink, StaticRoster
+from zbus.engine import EndpointSpec, Engine, Mesh, endpoints_of, lanes_of, table_to_wire
+from zbus.errors import TransportError, Unavailable
+from zbus.ids import Incarnation, WorkerName, new_incarnation
+from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Outcome, OutcomeKind, Status, StreamCredit
+from zbus.runtime.context import Context
+from zbus.runtime.executor import Executor
+from zbus.runtime.loader import digest_of, load_engine
+
+__all__ = ["InlinePeer", "InlineRuntime", "InlineState"]
+
+_SESSION: Final = b"inline\0\0\0\0\0\0\0\0\0\0"
+_NEVER: Final = float("inf")
+
+
+class InlineState(enum.Enum):
+    """State of an inline rank."""
+
+    READY = "ready"
+    DEAD = "dead"
+
+
+class _InlineExecutor(Executor):
+    """The worker's executor, but a Ctrl-C or a quit of pdb inside an endpoint is the caller's: it is raised there."""
+
+    interrupt: BaseException | None = None
+
+    def _fail(self, request: Execute, index: int, method: Any, error: BaseException, *rest: Any, **more: Any) -> None:
+        if isinstance(error, KeyboardInterrupt | bdb.BdbQuit):
+            self.interrupt = error
+        super()._fail(request, index, method, error, *rest, **more)
+
+
+class InlinePeer:
+    """One rank that lives in this process.
+
+    Attributes:
+        name: Role and rank.
+        incarnation: As a worker's.
+        state: READY until the runtime closes.
+        welcome: Host and pid: this process's.
+    """
+
+    def __init__(
+        self, name: WorkerName, mesh: Mesh, engine: str | type[Engine], trial_dir: Path, base: Path | None
+    ) -> None:
+        self.name = name
+        self.incarnation: Incarnation = new_incarnation(0)
+        self.state = InlineState.READY
+        self.evidence = ""
+        self.reason = ""
+        self.welcome: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "start": 0}
+        self.mesh = mesh
+        self.lanes: dict[str, _Lane] = {}
+        self.table: dict[str, EndpointSpec] = {}
+        self._engine = engine
+        self._base = base
+        self._trial_dir = trial_dir
+        self._context: Context | None = None
+        self.executor: _InlineExecutor = None  # type: ignore[assignment]  # set by the runtime, which it answers to
+
+    def __repr__(self) -> str:
+        return f"<InlinePeer {self.name} {self.state.value}>"
+
+    def whereabouts(self, lane: str, seq: int) -> str:
+        """Say where a placed call is."""
+        found = self.lanes.get(lane)
+        return "not placed" if found is None else found.whereabouts(seq)
+
+    # -- the bus's own methods -----------------------------------------------------------------------------------------
+
+    def builtins(self) -> dict[str, Callable[..., Any]]:
+        """Return what this rank answers besides its endpoints."""
+        return {
+            "ctl:zbus.ping": lambda: {"t": time.monotonic_ns(), "pid": os.getpid()},
+            "ctl:zbus.status": self._status,
+            "ctl:zbus.describe": self._facts,
+            "ctl:zbus.stop": lambda **_grace: None,
+            "ctl:zbus.stacks": lambda: "",
+            "ctl:zbus.config_perf_tracer": _config_tracer,
+            "ctl:zbus.save_perf_tracer": _save_tracer,
+            "main:zbus.create_engine": self.create,
+            "main:zbus.destroy_engine": self.destroy,
+            "main:zbus.barrier": lambda: None,
+        }
+
+    def create(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Make the engine and set it up; safe to repeat."""
+        if self.executor.engine is None:
+            cls = load_engine(self._engine, base=self._base) if isinstance(self._engine, str) else self._engine
+            engine = cls(*args, **(kwargs or {}))
+            context = Context(
+                role=self.name.role,
+                rank=self.name.rank,
+                world_size=self.mesh.size,
+                mesh=self.mesh,
+                local_rank=self.name.rank,
+                incarnation=self.incarnation,
+                trial_dir=self._trial_dir,
+            )
+            engine.setup(context)
+            self._context, self.table = context, endpoints_of(cls)
+            self.executor.install(engine, self.table)
+        return self._facts()
+
+    def destroy(self) -> None:
+        """Tear the engine down; safe to repeat."""
+        engine = self.executor.remove()
+        context, self._context = self._context, None
+        if engine is not None:
+            engine.teardown()
+        if context is not None:
+            context.close()
+
+    def _facts(self) -> dict[str, Any]:
+        engine = self.executor.engine
+        return {
+            "endpoints": table_to_wire(self.table),
+            "digest": "" if engine is None else digest_of(type(engine), self.table),
+            "mesh": dict(self.mesh.axes),
+        }
+
+    def _status(self) -> dict[str, Any]:
+        calls = [call for call in self.executor.current_calls() if call["lane"] != "ctl"]
+        return {
+            "role": self.name.role,
+            "rank": self.name.rank,
+            "start": 0,
+            "incarnation": self.incarnation,
+            "pid": os.getpid(),
+            "host": self.welcome["host"],
+            "state": "busy" if calls else "idle",
+            "call": calls[0] if calls else None,
+            "threads": threading.active_count(),
+        }
+
+
+def _config_tracer(config: Mapping[str, Any] | None = None, role: str | None = None) -> None:
+    """In one process the caller's own tracer records everything; there is nothing to configure per rank."""
+
+
+def _save_tracer(step: int | None = None, force: bool = False) -> None:  # noqa: FBT001, FBT002  # wire signature
+    from zbus.trace import control
+
+    control.save_perf_tracer(step, force)
+
+
+@dataclass
+class _Request:
+    """One placed request on one rank."""
+
+    peer: InlinePeer
+    execute: Execute
+    member: int
+    sink: Sink
+    chunk_sink: ChunkSink | None
+    deadline: float
+    open_calls: int
+    running: bool = False
+    finished: set[int] = field(default_factory=set)
+
+
+class _Lane:
+    """The queue of one lane of one rank: order and concurrency as on a worker."""
+
+    def __init__(self, name: str, limit: int) -> None:
+        self.name = name
+        self.limit = limit
+        self.next_seq = 0
+        self.running = 0
+        self.waiting: deque[_Request] = deque()
+        self.open: dict[int, _Request] = {}
+
+    def whereabouts(self, seq: int) -> str:
+        for request in list(self.open.values()):
+            if request.execute.seq <= seq < request.execute.seq + request.execute.calls:
+                return "running" if request.running else "arrived, not started"
+        return "answered" if seq < self.next_seq else "not placed"
+
+
+class _Placed:
+    """Handle of a placed batch."""
+
+    def __init__(self, members: Sequence[InlinePeer], lane: str, requests: list[_Request]) -> None:
+        self.members = members
+        self.lane = lane
+        self.requests = requests
+        self.seqs = [request.execute.seq for request in requests]
+
+
+class InlineRuntime:
+    """Ranks in this process, and a placer for them. Methods may be called from any thread.
+
+    ::
+
+        runtime = InlineRuntime()
+        roster = runtime.add_role("actor", Actor, replicas=2)
+        actor = Group(roster, runtime)
+    """
+
+    def __init__(self) -> None:
+        self.session = _SESSION
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._peers: list[InlinePeer] = []
+        self._interrupt: BaseException | None = None
+        self._timer = _NEVER
+        self._closed = False
+
+    # -- ranks ---------------------------------------------------------------------------------------------------------
+
+    def add_role(
+        self,
+        role: str,
+        engine: str | type[Engine],
+        *,
+        replicas: int = 1,
+        mesh: Mapping[str, int] | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        trial_dir: Path | None = None,
+        base: Path | None = None,
+    ) -> StaticRoster:
+        """Make the ranks of a role and their engines, in rank order, on the calling thread.
+
+        Args:
+            role: Its name.
+            engine: The class, or its path ``module:Class``.
+            replicas: Number of ranks.
+            mesh: Axes; default one axis ``dp``.
+            args: Positional arguments of the engine class.
+            kwargs: Keyword arguments of the engine class.
+            trial_dir: What the context shows.
+            base: Directory of a relative engine path.
+
+        Raises:
+            EngineLoadError: The class cannot be loaded.
+            Exception: Whatever the engine's constructor or ``setup`` raises, as it is.
+        """
+        shape = Mesh.of(mesh, replicas)
+        peers = [self.add(WorkerName(role, rank), engine, shape, trial_dir, base) for rank in range(replicas)]
+        for peer in peers:
+            peer.create(args, kwargs)
+        return StaticRoster(role, shape, list(peers), dict(peers[0].table))
+
+    def add(
+        self,
+        name: WorkerName,
+        engine: str | type[Engine],
+        mesh: Mesh,
+        trial_dir: Path | None = None,
+        base: Path | None = None,
+    ) -> InlinePeer:
+        """Make one rank without its engine, which ``zbus.create_engine`` on lane ``main`` makes as on a worker."""
+        peer = InlinePeer(name, mesh, engine, trial_dir or Path(), base)
+        peer.executor = _InlineExecutor(
+            name=str(name), incarnation=peer.incarnation, answers=_Answers(self, peer), builtins=peer.builtins()
+        )
+        self._peers.append(peer)
+        return peer
+
+    def close(self) -> None:
+        """Tear the engines down in reverse order; open calls end as not executed or unknown. Idempotent.
+
+        Raises:
+            Exception: What a ``teardown`` raised, after all were called.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        for peer in self._peers:
+            peer.state, peer.reason, peer.evidence = InlineState.DEAD, "shutdown", "this bus is closed"
+        self._expire(lambda _request: True, "shutdown", "this bus was closed")
+        errors: list[BaseException] = []
+        for peer in reversed(self._peers):
+            try:
+                peer.destroy()
+            except BaseException as error:  # noqa: BLE001  # the other engines must be torn down too
+                errors.append(error)
+            peer.executor.close()
+        if errors:
+            raise errors[0]
+
+    # -- the placer ----------------------------------------------------------------------------------------------------
+
+    def place(
+        self,
+        members: Sequence[InlinePeer],
+        lane: str,
+        payloads: Sequence[Buffers],
+        count: int,
+        *,
+        deadline_s: float | None,
+        sink: Sink,
+        chunk_sink: ChunkSink | None = None,
+        trace: int = 0,
+        strict: bool = False,
+    ) -> _Placed:
+        """Place calls; sync endpoints have run when it returns. See ``controller.placer.Placer``.
+
+        Raises:
+            Unavailable: The bus is closed.
+            KeyboardInterrupt: It was pressed while a sync endpoint ran.
+        """
+        now = time.monotonic()
+        deadline = _NEVER if deadline_s is None else now + deadline_s
+        with self._lock:
+            self._check(members)
+            requests = []
+            for index, peer in enumerate(members):
+                found = self._lane(peer, lane)
+                arrived = time.monotonic_ns()
+                execute = Execute(
+                    _SESSION, lane, found.next_seq, count, payloads[index], None, trace, strict, 1, arrived
+                )
+                request = _Request(peer, execute, index, sink, chunk_sink, deadline, count)
+                found.next_seq += count
+                found.waiting.append(request)
+                found.open[execute.seq] = request
+                requests.append(request)
+        for peer in members:
+            self._pump(peer, self._lane(peer, lane))
+        self._set_timer(deadline, requests)
+        self._raise_interrupt()
+        return _Placed(members, lane, requests)
+
+    def cancel(self, placed: _Placed) -> None:
+        """Drop what has not started; tell running async calls."""
+        for request in placed.requests:
+            with self._lock:
+                lane = self._lane(request.peer, placed.lane)
+                waiting = request in lane.waiting
+                if waiting:
+                    lane.waiting.remove(request)
+            if waiting:
+                self._end_all(request, Outcome(OutcomeKind.CANCELLED, None, "cancelled", "cancelled before start", 0))
+            elif request.open_calls:
+                execute = request.execute
+                request.peer.executor.cancel(CancelRunning(execute.session, execute.lane, execute.seq))
+
+    def consumed(self, placed: _Placed, upto: int) -> None:
+        """Give a stream credit."""
+        execute = placed.requests[0].execute
+        credit = StreamCredit(execute.session, execute.lane, execute.seq, upto)
+        placed.members[0].executor.credit(credit)
+
+    def wait(self, done: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Block until ``done()`` or the timeout; return ``done()``."""
+        with self._changed:
+            return self._changed.wait_for(done, timeout_s)
+
+    def wake(self) -> None:
+        """Make waiting callers look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def _check(self, members: Sequence[InlinePeer]) -> None:
+        if self._closed:
+            msg = "this bus is closed"
+            raise TransportError(msg)
+        late = next((peer for peer in members if peer.state is not InlineState.READY), None)
+        if late is not None:
+            msg = f"nothing was sent: {late.name} is {late.state.value}"
+            raise Unavailable(msg, role=late.name.role, rank=late.name.rank, outcome="NOT_EXECUTED", reason="not_ready")
+
+    def _lane(self, peer: InlinePeer, name: str) -> _Lane:
+        with self._lock:
+            lane = peer.lanes.get(name)
+            if lane is None:
+                limit = 16 if name == "ctl" else lanes_of(peer.table).get(name, 1)
+                lane = peer.lanes[name] = _Lane(name, limit)
+            return lane
+
+    def _pump(self, peer: InlinePeer, lane: _Lane) -> None:
+        """Start what may start, in order. Not under the lock: a sync endpoint runs right here."""
+        while True:
+            with self._lock:
+                if not lane.waiting or lane.running >= lane.limit:
+                    return
+                request = lane.waiting.popleft()
+                lane.running += 1
+                request.running = True
+            self._start(peer, lane, request)
+
+    def _start(self, peer: InlinePeer, lane: _Lane, request: _Request) -> None:
+        if any(spec.is_async and spec.lane == lane.name for spec in peer.table.values()):
+            peer.executor.dispatch(request.execute)
+        elif request.chunk_sink is not None:
+            # a generator waits for credit, which only its reader gives: it needs a thread beside the reader's
+            threading.Thread(
+                target=self._run_here, args=(peer, request), name=f"zbus-stream-{peer.name}", daemon=True
+            ).start()
+        else:
+            self._run_here(peer, request)
+
+    def _run_here(self, peer: InlinePeer, request: _Request) -> None:
+        try:
+            peer.executor.run_main(request.execute)
+        except BaseException as error:  # noqa: BLE001  # an interrupt between the executor's steps
+            self._end_all(request, Outcome(OutcomeKind.UNKNOWN, None, "interrupted", f"interrupted by {error!r}"))
+            peer.executor.interrupt = error
+        interrupt, peer.executor.interrupt = peer.executor.interrupt, None
+        self._interrupt = self._interrupt or interrupt
+
+    def _raise_interrupt(self) -> None:
+        interrupt, self._interrupt = self._interrupt, None
+        if interrupt is not None:
+            raise interrupt
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def ended(self, peer: InlinePeer, execute: Execute, index: int, outcome: Outcome) -> None:
+        """Take the outcome of one call. On whichever thread ran it."""
+        with self._changed:
+            lane = self._lane(peer, execute.lane)
+            request = lane.open.get(execute.seq)
+            if request is None or index in request.finished:
+                return  # it was expired or cancelled meanwhile
+            request.finished.add(index)
+            request.open_calls -= 1
+            last = request.open_calls == 0
+            if last:
+                self._close(lane, request)
+            request.sink(request.member, index, outcome)
+            self._changed.notify_all()
+        if last:
+            self._pump(peer, lane)
+
+    def item(self, execute: Execute, peer: InlinePeer, number: int, buffers: Buffers) -> None:
+        """Take one item of a stream."""
+        with self._changed:
+            request = self._lane(peer, execute.lane).open.get(execute.seq)
+            if request is not None and request.chunk_sink is not None:
+                request.chunk_sink(request.member, number, buffers)
+                self._changed.notify_all()
+
+    def _close(self, lane: _Lane, request: _Request) -> None:
+        del lane.open[request.execute.seq]
+        if request.running:
+            lane.running -= 1
+
+    def _end_all(self, request: _Request, outcome: Outcome) -> None:
+        for index in range(request.execute.calls):
+            self.ended(request.peer, request.execute, index, outcome)
+
+    # -- deadlines -----------------------------------------------------------------------------------------------------
+
+    def _set_timer(self, deadline: float, requests: Sequence[_Request]) -> None:
+        """Look at deadlines when the earliest is due; only what outlived ``place`` needs that."""
+        if all(request.open_calls == 0 for request in requests):
+            return
+        with self._lock:
+            if deadline >= self._timer:
+                return
+            self._timer = deadline
+        shared().call(self._on_timer, max(0.0, deadline - time.monotonic()))
+
+    def _on_timer(self) -> None:
+        now = time.monotonic()
+        self._expire(lambda request: request.deadline <= now, "deadline", "")
+        with self._lock:
+            lanes = itertools.chain.from_iterable(peer.lanes.values() for peer in self._peers)
+            self._timer = min((r.deadline for lane in lanes for r in lane.open.values()), default=_NEVER)
+            due = self._timer
+        if due < _NEVER:
+            shared().call(self._on_timer, max(0.0, due - time.monotonic()))
+
+    def _expire(self, which: Callable[[_Request], bool], reason: str, evidence: str) -> None:
+        with self._lock:
+            lanes = [lane for peer in self._peers for lane in peer.lanes.values()]
+            gone = [request for lane in lanes for request in lane.open.values() if which(request)]
+            for request in gone:
+                lane = self._lane(request.peer, request.execute.lane)
+                if request in lane.waiting:
+                    lane.waiting.remove(request)
+        for request in gone:
+            execute = request.execute
+            if request.running:
+                request.peer.executor.cancel(CancelRunning(execute.session, execute.lane, execute.seq))
+                outcome = Outcome(OutcomeKind.UNKNOWN, None, reason, evidence or "it was running")
+            else:
+                outcome = Outcome(OutcomeKind.NOT_EXECUTED, None, reason, evidence or "it had not started", 0)
+            self._end_all(request, outcome)
+
+
+_KINDS: Final = {
+    Status.OK: (OutcomeKind.OK, "", ""),
+    Status.APP_ERROR: (OutcomeKind.APP_ERROR, "", ""),
+    Status.PREDECESSOR: (OutcomeKind.NOT_EXECUTED, "predecessor", "an earlier call of the same batch failed"),
+}
+
+
+class _Answers:
+    """Where the executor of one rank puts its answers; see ``zbus.runtime.executor.Answers``."""
+
+    def __init__(self, runtime: InlineRuntime, peer: InlinePeer) -> None:
+        self._runtime = runtime
+        self._peer = peer
+
+    def finish(
+        self, request: Execute, index: int, kind: Kind, status: Status, buffers: Buffers, *, chunks: int = 0
+    ) -> None:
+        """Take the end of one call."""
+        what, reason, evidence = _KINDS[status]
+        payload = buffers if what in (OutcomeKind.OK, OutcomeKind.APP_ERROR) else None
+        self._runtime.ended(self._peer, request, index, Outcome(what, payload, reason, evidence))
+
+    def chunk(self, request: Execute, number: int, buffers: Buffers) -> None:
+        """Take one item of a stream."""
+        self._runtime.item(request, self._peer, number, buffers)
+
+    def is_guest(self, request: Execute) -> bool:
+        """Nobody attaches to a bus inside another process."""
+        return False
