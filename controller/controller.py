@@ -1,8 +1,8 @@
 """The driver's handle on a trial: launch or attach, call groups, close; nothing is left behind.
 
-``Controller.launch`` goes through these stations, each with the launch's one deadline: trial directory and lock, sockets
-and hub, epoch (the fencing number), job records, agents by the scheduler, workers by the directory, engines. A failure
-in any of them undoes what was started and names who is missing and how far it came.
+``Controller.launch`` goes through these stations, each with the launch's one deadline: trial directory and lock,
+sockets and hub, epoch (the fencing number), job records, agents by the scheduler, workers by the directory, engines.
+A failure in any of them undoes what was started and names who is missing and how far it came.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class Controller:
         for name in self.roles if role is None else (role,):
             self._ask(name, "zbus.config_perf_tracer", config, name)
 
-    def save_perf_tracer(self, step: int | None = None, force: bool = False) -> None:  # noqa: FBT001, FBT002  # founding spelling
+    def save_perf_tracer(self, step: int | None = None, force: bool = False) -> None:  # founding spelling  # noqa: FBT001, FBT002
         """Have every process write its trace now, if ``step`` is due. No call is made where nothing is traced."""
         if not control.tracers() and not force:
             return
@@ -324,8 +324,9 @@ class Controller:
         if members.strangers:
             lines["ignored"] = ", ".join(sorted(set(members.strangers))) + " (no such rank in this trial)"
         names = ", ".join(str(member.name) for member, _ in missing)
+        msg = f"{names} not ready within {limit_s:g} s"
         raise StartupError(
-            f"{names} not ready within {limit_s:g} s",
+            msg,
             hint="look at the logs named above, or raise scheduler.startup_timeout",
             facts=lines,
         )
@@ -487,7 +488,7 @@ class _Plan:
         return self.run is not None
 
     @classmethod
-    def of(  # noqa: PLR0917  # private, one caller
+    def of(  # private, one caller  # noqa: PLR0917
         cls,
         experiment: str | None,
         roles: Mapping[str, Role] | None,
@@ -495,8 +496,8 @@ class _Plan:
         root: str | os.PathLike[str] | None,
         scheduler: str | None,
         startup_timeout: float | None,
-        resume: bool,
-        overwrite: bool,
+        resume: bool,  # noqa: FBT001  # private, one caller
+        overwrite: bool,  # noqa: FBT001  # private, one caller
         config: Config | None,
     ) -> _Plan:
         import msgspec

@@ -82,7 +82,9 @@ class Member:
 class RoleMembers:
     """The roster of one role; see ``controller.placer.Roster``. Any thread may read it."""
 
-    def __init__(self, job: JobRecord, arguments: tuple[Sequence[Any], Mapping[str, Any]], exits: Callable[[int], Any]):
+    def __init__(
+        self, job: JobRecord, arguments: tuple[Sequence[Any], Mapping[str, Any]], exits: Callable[[int], Any]
+    ) -> None:
         self.job = job
         self.role = job.role
         self.mesh = Mesh.of(job.mesh or None, job.world_size)
@@ -213,12 +215,12 @@ class Members:
 
     def missing(self) -> list[tuple[Member, str]]:
         """Return the ranks that are not ready, each with what is known of it."""
-        found = []
-        for role in self.roles.values():
-            for member in role.members:
-                if member.phase != Phase.READY:
-                    found.append((member, _standing(member)))
-        return found
+        return [
+            (member, _standing(member))
+            for role in self.roles.values()
+            for member in role.members
+            if member.phase != Phase.READY
+        ]
 
     def first_error(self) -> Exception | None:
         """Return the earliest start-up failure, or None."""
@@ -365,9 +367,8 @@ class Members:
         member = self._member(record.role, record.rank)
         if member is None:
             return
-        if member.record is not None and member.record.incarnation != record.incarnation:
-            if record.incarnation < member.record.incarnation:
-                return  # the end of an earlier start
+        if member.record is not None and record.incarnation < member.record.incarnation:
+            return  # the end of an earlier start
         member.exited = record
         if member.peer is not None and member.peer.incarnation == record.incarnation:
             self._end(member, "worker_exit", _how(record))
@@ -385,9 +386,12 @@ class Members:
             ended = None  # R8: a sick registry is no proof of death
         if ended is not None:
             self._exited(ended)
-        elif record.boot_id == boot_id() and not is_alive(record.pid, record.pid_start):
-            if time.monotonic() - since > _EXIT_PATIENCE_S:
-                self._end(member, "worker_exit", "its process is gone, and its agent has not said how it ended")
+        elif (
+            record.boot_id == boot_id()
+            and time.monotonic() - since > _EXIT_PATIENCE_S
+            and not is_alive(record.pid, record.pid_start)
+        ):
+            self._end(member, "worker_exit", "its process is gone, and its agent has not said how it ended")
 
     def _lease_expired(self, holder: str, silence_s: float) -> None:
         for role in self.roles.values():

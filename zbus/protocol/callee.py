@@ -136,7 +136,7 @@ class Callee:
         incarnation: This incarnation.
         lanes: Lane name to concurrency (how many requests of it may run at once; >= 1).
         window_calls: Arrivals accepted ahead of the next expected seq, per lane.
-        guest_lanes: Lanes that a guest (epoch 0) may use.
+        guest_lanes: Lanes that a guest (epoch 0) may use; None for all (the shell then checks each call's effect).
     """
 
     __slots__ = (
@@ -156,11 +156,11 @@ class Callee:
         lanes: dict[str, int],
         *,
         window_calls: int = 1024,
-        guest_lanes: Iterable[str] = ("ctl",),
+        guest_lanes: Iterable[str] | None = ("ctl",),
     ) -> None:
         self._incarnation = incarnation
         self._lane_spec = dict(lanes)
-        self._guest_lanes = frozenset(guest_lanes)
+        self._guest_lanes = None if guest_lanes is None else frozenset(guest_lanes)
         self._sessions: dict[bytes, _SessionState] = {}
         self.window = window_calls
         self.max_epoch = 0
@@ -181,6 +181,11 @@ class Callee:
         """Return, for WELCOME, the next expected seq of each lane this session has used."""
         state = self._sessions.get(session)
         return {} if state is None else {name: lane.arrival_next for name, lane in state.lanes.items()}
+
+    def is_guest(self, session: bytes) -> bool:
+        """Return whether a session is a guest's (epoch 0)."""
+        state = self._sessions.get(session)
+        return state is None or state.epoch == 0
 
     def drain(self) -> list[Effect]:
         """Start nothing more: what is queued ends as SHUTDOWN (not executed), what runs may end."""
@@ -306,7 +311,7 @@ class Callee:
         lane = session.lanes.get(header.lane)
         if lane is None:
             concurrency = self._lane_spec.get(header.lane)
-            if concurrency is None or (session.epoch == 0 and header.lane not in self._guest_lanes):
+            if concurrency is None or not self._may_use(session, header.lane):
                 return [self._nack(header, peer, Status.UNKNOWN_LANE)]
             lane = session.lanes[header.lane] = _Lane(header.lane, concurrency, peer)
         lane.peer = peer
@@ -314,7 +319,7 @@ class Callee:
         kind = header.kind
         if header.floor > lane.floor and kind != Kind.ACK:  # an ACK's floor counts chunks of its stream
             self._advance_floor(lane, header.floor)
-        if kind == Kind.REQ or kind == Kind.SKIP:
+        if kind in (Kind.REQ, Kind.SKIP):
             self._on_request(header, buffers, session, lane, now, effects)
         elif kind == Kind.PROBE:
             self._on_probe(header, session, lane, effects)
@@ -342,6 +347,9 @@ class Callee:
                         assert run.seq < lane.arrival_next, (run.seq, lane.arrival_next)
 
     # -- inside --------------------------------------------------------------------------------------------------
+
+    def _may_use(self, session: _SessionState, lane: str) -> bool:
+        return session.epoch > 0 or self._guest_lanes is None or lane in self._guest_lanes
 
     def _on_request(
         self, header: Header, buffers: Buffers, session: _SessionState, lane: _Lane, now: int, effects: list[Effect]
@@ -489,7 +497,7 @@ class Callee:
                 return candidate
         return None
 
-    def _reply_header(
+    def _reply_header(  # noqa: PLR0917  # private: the fields of a header
         self, kind: Kind, session_id: bytes, session: _SessionState, lane: _Lane, seq: int, calls: int, attempt: int,
         status: Status, floor: int = 0,
     ) -> Header:  # fmt: skip

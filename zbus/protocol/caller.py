@@ -223,8 +223,7 @@ class CallerLane:
             self._finish_all(request, Outcome(OutcomeKind.NOT_EXECUTED, None, *self.dead, 0), effects)
             self._retire(request)
             return seq, effects
-        if request.deadline_ns < self._next_due:
-            self._next_due = request.deadline_ns
+        self._next_due = min(self._next_due, request.deadline_ns)
         if self.connected and not self._waiting and self._has_credit(request):
             self._transmit(request, now, effects)
         else:
@@ -401,10 +400,7 @@ class CallerLane:
         if request.skip:
             effects.append(SendTo(self._header(Kind.SKIP, request)))
             return
-        if request.deadline_ns == _NEVER:
-            budget = 0
-        else:
-            budget = max(1, (request.deadline_ns - now) // _MS)
+        budget = 0 if request.deadline_ns == _NEVER else max(1, (request.deadline_ns - now) // _MS)
         effects.append(
             SendTo(self._header(Kind.REQ, request, budget, Status.STRICT if request.strict else 0), request.buffers)
         )
@@ -422,8 +418,7 @@ class CallerLane:
 
     def _set_probe(self, request: _Request, due: int) -> None:
         request.probe_ns = due
-        if due < self._next_due:
-            self._next_due = due
+        self._next_due = min(self._next_due, due)
 
     def _find(self, seq: int) -> _Request | None:
         request = self._requests.get(seq)
@@ -572,8 +567,7 @@ class CallerLane:
             )
             return
         request.give_up_ns = now + self.timing.cancel_grace
-        if request.give_up_ns < self._next_due:
-            self._next_due = request.give_up_ns
+        self._next_due = min(self._next_due, request.give_up_ns)
         if self.connected:
             effects.append(SendTo(self._header(Kind.CANCEL, request)))
 

@@ -92,7 +92,7 @@ def decode_header(frame: Any) -> tuple[Header, int, int]:
         raise FrameError(reason, f"{len(frame)} bytes")
     try:
         fields = msgpack.unpackb(frame, use_list=False)
-    except Exception as error:  # msgpack raises many kinds (ValueError, TypeError, StackError, UnicodeError …)
+    except Exception as error:  # noqa: BLE001  # msgpack raises many kinds (ValueError, StackError, UnicodeError …)
         reason = "header_not_msgpack"
         raise FrameError(reason, type(error).__name__) from None
     if type(fields) is not tuple or not fields or type(fields[0]) is not int:

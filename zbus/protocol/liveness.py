@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-__all__ = ["LinkState", "LinkMachine"]
+__all__ = ["LinkMachine", "LinkState"]
 
 _NEVER: Final = 1 << 62
 _MS: Final = 1_000_000

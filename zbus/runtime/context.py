@@ -1,4 +1,4 @@
-"""What an engine is told about its place: rank, mesh, ports, tracer; and torch's process group without guessed ports."""
+"""What an engine is told about its place: rank, mesh, ports, tracer; and torch's group without guessed ports."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ class Context:
         except ImportError as error:
             msg = f"{self.role}/{self.rank} asked for torch, which is not installed here"
             raise ConfigError(msg, hint="pip install 'zbus-runtime[torch]' where the workers run") from error
-        import datetime
+        import datetime as dt
 
         if dist.is_initialized():
             return
-        timeout = datetime.timedelta(seconds=timeout_s)
+        timeout = dt.timedelta(seconds=timeout_s)
         if "gloo" in backend and self.master_addr in ("127.0.0.1", "localhost", "::1"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if self.world_size == 1 and self.torch_store_fd is None:

@@ -46,6 +46,9 @@ class Answers(Protocol):
     def chunk(self, request: Execute, number: int, buffers: Buffers) -> None:
         """Send one item of a stream."""
 
+    def is_guest(self, request: Execute) -> bool:
+        """Return whether a request is a guest's."""
+
 
 class CurrentCall:
     """The call that a lane runs now, for status and death reports."""
@@ -189,20 +192,20 @@ class Executor:
             poisoned = request.strict and not ok
             started = decoded = time.monotonic_ns()
 
-    def _run_one(  # noqa: PLR0917  # private, one caller, hot path
+    def _run_one(  # private, one caller, hot path
         self, request: Execute, index: int, method: Any, args: Any, kwargs: Any, started: int, decoded: int
     ) -> bool:
         seq = request.seq + index
         key = threading.get_ident()
         self._current[key] = CurrentCall(request.lane, method, seq)
         try:
-            function = self._resolve(request.lane, method)
+            function = self._resolve(request, method)
             value = function(*args, **kwargs)
             if inspect.isgenerator(value):
                 return self._stream_sync(request, method, value, started, decoded)
             ended = time.monotonic_ns()
             frames = encode(value, snapshot=True)
-        except BaseException as error:  # noqa: BLE001  # whatever a method raises is its call's outcome
+        except BaseException as error:  # whatever a method raises is its call's outcome  # noqa: BLE001
             self._fail(request, index, method, error, started, decoded)
             return False
         finally:
@@ -224,7 +227,7 @@ class Executor:
                         stream.event.wait(1.0)
                 self._answers.chunk(request, number, encode(item, snapshot=True))
                 number += 1
-        except BaseException as error:  # noqa: BLE001  # as in _run_one
+        except BaseException as error:  # as in _run_one  # noqa: BLE001
             self._fail(request, 0, method, error, started, decoded, chunks=number, kind=Kind.END)
             return False
         finally:
@@ -266,14 +269,14 @@ class Executor:
             poisoned = request.strict and not ok
             started = decoded = time.monotonic_ns()
 
-    async def _run_one_async(  # noqa: PLR0917  # private, one caller
+    async def _run_one_async(  # private, one caller
         self, request: Execute, index: int, method: Any, args: Any, kwargs: Any, started: int, decoded: int
     ) -> bool:
         seq = request.seq + index
         call = CurrentCall(request.lane, method, seq)
         self._current[id(call)] = call
         try:
-            function = self._resolve(request.lane, method)
+            function = self._resolve(request, method)
             spec = self._table.get(method)
             if spec is not None and not spec.is_async:
                 loop = asyncio.get_running_loop()
@@ -285,7 +288,7 @@ class Executor:
                 value = await value
             ended = time.monotonic_ns()
             frames = encode(value, snapshot=True)
-        except BaseException as error:  # noqa: BLE001  # as in _run_one; a cancel is an outcome too
+        except BaseException as error:  # as in _run_one; a cancel is an outcome too  # noqa: BLE001
             self._fail(request, index, method, error, started, decoded)
             return False
         finally:
@@ -307,7 +310,7 @@ class Executor:
                         await stream.loop_event.wait()
                 self._answers.chunk(request, number, encode(item, snapshot=True))
                 number += 1
-        except BaseException as error:  # noqa: BLE001  # as in _run_one
+        except BaseException as error:  # as in _run_one  # noqa: BLE001
             self._fail(request, 0, method, error, started, decoded, chunks=number, kind=Kind.END)
             return False
         finally:
@@ -323,28 +326,32 @@ class Executor:
         """Return the calls of a request, or answer all of them with the reason why it cannot be read."""
         try:
             calls = decode(request.buffers)
-            if len(calls) != request.calls or any(len(call) != 3 for call in calls):  # noqa: PLR2004  # [method, args, kwargs]
+            if len(calls) != request.calls or any(len(call) != 3 for call in calls):  # [method, args, kwargs]
                 msg = f"a request of {request.calls} calls holds {len(calls)}"
                 raise ValueError(msg)
-        except Exception as error:  # noqa: BLE001  # a body that is not one: the caller's fault, told to the caller
+        except Exception as error:  # a body that is not one: the caller's fault, told to the caller  # noqa: BLE001
             for index in range(request.calls):
                 self._fail(request, index, "?", error, time.monotonic_ns(), 0)
             return None
         return list(calls)
 
-    def _resolve(self, lane: str, method: Any) -> Callable[..., Any]:
+    def _resolve(self, request: Execute, method: Any) -> Callable[..., Any]:
+        lane = request.lane
         if type(method) is not str:
             msg = f"a method name is text, not {type(method).__name__}"
             raise TypeError(msg)
         if method.startswith("zbus."):
             builtin = self._builtins.get(f"{lane}:{method}")
-            if builtin is None:
+            if builtin is None or (lane != "ctl" and self._answers.is_guest(request)):
                 msg = f"{self.name} has no method {method!r} on lane {lane!r}"
                 raise AttributeError(msg)
             return builtin
         spec = self._table.get(method)
         if spec is None or spec.lane != lane:
             raise AttributeError(self._missing(method, spec, lane))
+        if spec.effect != "pure" and self._answers.is_guest(request):
+            msg = f"endpoint {method!r} of {self.name} is declared {spec.effect!r}; a guest may only make pure calls"
+            raise PermissionError(msg)
         function: Callable[..., Any] = getattr(self._engine, method)
         return function
 
@@ -357,7 +364,7 @@ class Executor:
         hint = f"; did you mean `{near[0]}`?" if near else ""
         return f"engine {type(self._engine).__name__} of {self.name} has no endpoint {method!r}{hint}"
 
-    def _fail(  # noqa: PLR0917  # private
+    def _fail(  # private
         self,
         request: Execute,
         index: int,
@@ -375,12 +382,12 @@ class Executor:
         self._answers.finish(request, index, kind, Status.APP_ERROR, frames, chunks=chunks)
         self._record(request, request.seq + index, str(method), started, decoded, ended, "APP_ERROR")
         try:
-            print(f"zbus: {self.name} {method!r} raised:", file=sys.stderr)  # noqa: T201  # stderr is the worker's log
+            print(f"zbus: {self.name} {method!r} raised:", file=sys.stderr)  # stderr is the worker's log  # noqa: T201
             traceback.print_exception(error)
-        except BaseException:  # noqa: BLE001  # a repr or str that raises: the log has what was written so far
-            print("  (its text cannot be shown)", file=sys.stderr)  # noqa: T201  # as above
+        except BaseException:  # a repr or str that raises: the log has what was written so far  # noqa: BLE001
+            print("  (its text cannot be shown)", file=sys.stderr)  # as above  # noqa: T201
 
-    def _record(  # noqa: PLR0917  # private, hot path
+    def _record(  # private, hot path
         self, request: Execute, seq: int, method: str, started: int, decoded: int, ended: int, outcome: str
     ) -> None:
         tracer = get_tracer()

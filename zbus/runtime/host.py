@@ -23,7 +23,7 @@ from zbus import names
 from zbus.engine import Engine, Mesh, endpoints_of, lanes_of, table_to_wire
 from zbus.errors import EngineLoadError
 from zbus.ids import WorkerName
-from zbus.protocol.messages import PROTOCOL_VERSION
+from zbus.protocol.messages import PROTOCOL_VERSION, CancelRunning, Execute, StreamCredit
 from zbus.registry.file import FileRegistry
 from zbus.registry.records import JobRecord, Records, WorkerRecord
 from zbus.runtime.context import Context
@@ -131,10 +131,11 @@ class _Host:
             incarnation=config.incarnation,
             factory=self.factory,
             lanes={"main": 1, "ctl": 16},
-            dispatch=lambda request: self.executor.dispatch(request),
+            dispatch=self._dispatch,
             describe=self.describe,
-            on_cancel=lambda effect: self.executor.cancel(effect),
-            on_credit=lambda effect: self.executor.credit(effect),
+            on_cancel=self._cancel,
+            on_credit=self._credit,
+            guest_lanes=None,
         )
         self.executor = Executor(
             name=str(self.name), incarnation=config.incarnation, answers=self.server, builtins=self._builtins()
@@ -217,7 +218,7 @@ class _Host:
             "ctl:zbus.ping": self._ping,
             "ctl:zbus.status": self._status,
             "ctl:zbus.describe": self._engine_facts,
-            "ctl:zbus.stop": lambda grace_s=0.0: self.stop(EXIT_OK),
+            "ctl:zbus.stop": self._asked_to_stop,
             "ctl:zbus.stacks": self._stack_text,
             "ctl:zbus.config_perf_tracer": self._config_tracer,
             "ctl:zbus.save_perf_tracer": self._save_tracer,
@@ -238,6 +239,18 @@ class _Host:
             "version": _version(),
             "engine_digest": self.digest,
         }
+
+    def _dispatch(self, request: Execute) -> None:
+        self.executor.dispatch(request)
+
+    def _cancel(self, effect: CancelRunning) -> None:
+        self.executor.cancel(effect)
+
+    def _credit(self, effect: StreamCredit) -> None:
+        self.executor.credit(effect)
+
+    def _asked_to_stop(self, _grace_s: float = 0.0) -> None:
+        self.stop(EXIT_OK)
 
     def _ping(self) -> dict[str, Any]:
         return {"t": time.monotonic_ns(), "pid": os.getpid()}
@@ -339,7 +352,7 @@ class _Host:
     def _config_tracer(self, config: Mapping[str, Any] | None = None, role: str | None = None) -> None:
         control.config_perf_tracer(config, role or self.config.role, self.config.rank)
 
-    def _save_tracer(self, step: int | None = None, force: bool = False) -> None:  # noqa: FBT001, FBT002  # wire signature
+    def _save_tracer(self, step: int | None = None, force: bool = False) -> None:  # wire signature  # noqa: FBT001, FBT002
         control.save_perf_tracer(step, force)
 
     def _arm_stack_dumps(self) -> None:
@@ -351,7 +364,7 @@ class _Host:
         faulthandler.enable(file=sys.stderr, all_threads=True)
 
     def _stack_text(self) -> str:
-        frames = sys._current_frames()  # noqa: SLF001  # the documented way to see other threads
+        frames = sys._current_frames()  # the documented way to see other threads  # noqa: SLF001
         threads = {thread.ident: thread.name for thread in threading.enumerate()}
         import traceback
 

@@ -128,13 +128,13 @@ def _import_failed(path: str, error: BaseException) -> EngineLoadError:
 
 def _clash(name: str, module: ModuleType) -> dict[str, str]:
     """Explain a clash between the user's module and one of zbus's packages of the same name."""
-    if name.split(".")[0] not in _OURS:
+    if name.split(".", maxsplit=1)[0] not in _OURS:
         return {}
     return {"clash": f"{name!r} is a package of zbus ({getattr(module, '__file__', '?')})", **_clash_by_name(name)}
 
 
 def _clash_by_name(name: str) -> dict[str, str]:
-    top = name.split(".")[0]
+    top = name.split(".", maxsplit=1)[0]
     if top not in _OURS:
         return {}
     ours = getattr(sys.modules.get(top), "__file__", None)

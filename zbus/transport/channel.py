@@ -79,8 +79,10 @@ class Channel:
             self._on_monitor()
 
     def send(self, header: Header, buffers: Buffers = (), peer: bytes | None = None) -> None:
-        """Send one message, or park it until the peer can take it. A gone peer's message is counted and dropped:
-        the protocol recovers it when the peer returns."""
+        """Send one message, or park it until the peer can take it.
+
+        A gone peer's message is counted and dropped: the protocol recovers it when the peer returns.
+        """
         frames = encode(header, buffers)
         if peer is not None:
             frames.insert(0, peer)

@@ -160,7 +160,7 @@ class _Link:
             welcome = msgpack.unpackb(buffers[0])
             cursors = dict(welcome["lanes"])
             name = (welcome["role"], welcome["rank"])
-        except Exception:  # noqa: BLE001  # anything but a well-formed WELCOME is junk from the peer: counted, ignored
+        except Exception:  # anything but a well-formed WELCOME is junk from the peer: counted, ignored  # noqa: BLE001
             self.client.count("bad_welcome")
             return
         if name != self.peer.name:

@@ -108,7 +108,7 @@ class Reactor:
         os.eventfd_write(self._wake_fd, 1)
 
     def call_again(self, fd: int) -> None:
-        """Call back ``fd`` in the next round although its descriptor may be silent: its burst was cut. Under the lock."""
+        """Call back ``fd`` in the next round, though its descriptor may be silent: its burst was cut. Under the lock."""
         self._again.append(fd)
         self.wake()
 
@@ -241,14 +241,14 @@ class Reactor:
                 continue
             self._thread_leads = True
             try:
-                while not self._closed and not self._callers_lead():
+                while not self._callers_lead():
                     self.once(_MAX_SLEEP_S)
             finally:
                 self._thread_leads = False
                 self._leadership.release()
 
     def _callers_lead(self) -> bool:
-        if self._wanted or self._owner is not None or self._loops:
+        if self._closed or self._wanted or self._owner is not None or self._loops:
             return True
         return time.monotonic() - self._last_led < IDLE_GRACE_S
 

@@ -67,6 +67,7 @@ class Server:
         describe: Facts for WELCOME (pid, host, …): msgpack-able values.
         on_cancel: Told of each cancel of a running request, under the lock.
         on_credit: Told of each stream credit, under the lock.
+        guest_lanes: Lanes a guest may use; None for all.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Server:
         describe: Callable[[], Mapping[str, Any]] = dict,
         on_cancel: Callable[[CancelRunning], None] | None = None,
         on_credit: Callable[[StreamCredit], None] | None = None,
-        guest_lanes: Sequence[str] = ("ctl",),
+        guest_lanes: Sequence[str] | None = ("ctl",),
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.name = name
@@ -154,9 +155,8 @@ class Server:
                     run(request)
                 finally:
                     self._end_busy()
-            if self._stopping:
-                return
-            main.once(_SLEEP_S)
+            if not self.stopping:
+                main.once(_SLEEP_S)
 
     def stop(self) -> None:
         """Make ``run`` return after the current request. Any thread."""
@@ -213,6 +213,11 @@ class Server:
         """Number of requests running now."""
         with self.lock:
             return self.callee.running
+
+    def is_guest(self, request: Execute) -> bool:
+        """Return whether a request is a guest's, who may only make ``pure`` calls."""
+        with self.lock:
+            return self.callee.is_guest(request.session)
 
     def parked(self) -> int:
         """Number of answers that wait for their peer."""
@@ -318,7 +323,7 @@ class Server:
         try:
             hello = msgpack.unpackb(buffers[0])
             wanted = (hello["role"], hello["rank"])
-        except Exception:  # noqa: BLE001  # a HELLO that is not one: counted, the peer is not answered
+        except Exception:  # a HELLO that is not one: counted, the peer is not answered  # noqa: BLE001
             self.callee.dropped["bad_hello"] = self.callee.dropped.get("bad_hello", 0) + 1
             return
         status, effects = self.callee.hello(header, now)
