@@ -353,9 +353,12 @@ def _arguments(desc: Mapping[str, Any], args: tuple[Any, ...] | None, text: str)
     system = _unpacked(desc.get("os"), tuple)
     if system is not None and len(system) == 4 and system[0] is not None:  # errno … filename2
         number, words, first, second = system
-        choices.append((number, words, first, None, second) if second is not None else (number, words, first))
-        if first is None:
-            choices[0] = (number, words)
+        if second is not None:
+            choices.append((number, words, first, None, second))
+        elif first is not None:
+            choices.append((number, words, first))
+        elif args is None:
+            choices.append((number, words))
     if args is not None:
         choices.append(args)
     choices.append((text,))
@@ -375,32 +378,46 @@ def _dual(name: str) -> type[RemoteError]:
         return RemoteError
     if issubclass(base, RemoteError):
         return base
-    return type(
-        f"Remote{base.__name__}",
-        (RemoteError, base),
-        {
-            "__module__": "zbus",
-            "__doc__": f"A ``{base.__name__}`` raised in a worker.",
-            "__reduce__": _reduce,
-            "_zbus_name": name,
-            "derive": lambda self, members: ExceptionGroup(self.args[0], members),
-        },
-    )
+    namespace: dict[str, Any] = {
+        "__module__": "zbus",
+        "__doc__": f"A ``{base.__name__}`` raised in a worker.",
+        "__reduce__": _reduce,
+        "_zbus_name": name,
+    }
+    if base is ExceptionGroup:
+        # A group's own ``message`` cannot be set, and ``str()`` shows ours.
+        namespace["message"] = property(lambda self: self.__dict__["message"])
+        namespace["derive"] = lambda self, members: ExceptionGroup(self.args[0], members)
+    return type(f"Remote{base.__name__}", (RemoteError, base), namespace)
 
 
 def _instance(name: str, arguments: tuple[Any, ...], fields: dict[str, Any]) -> RemoteError:
     """Make an instance without ``RemoteError.__init__``, whose signature differs from the builtin's."""
     cls = _dual(name)
-    error = cls.__new__(cls, *arguments)
+    # MemoryError's own allocator keeps a free list and refuses subclasses with another first base.
+    error = BaseException.__new__(cls, *arguments) if issubclass(cls, MemoryError) else cls.__new__(cls, *arguments)
     builtin = _REBUILT.get(name)
     if builtin is not None and name not in _user_classes:
-        builtin.__init__(error, *arguments)
+        _fill(error, builtin, arguments)
     else:
         error.args = arguments
-    for key, value in fields.items():
-        setattr(error, key, value)
+    if "name" in fields:
+        error.name = fields["name"]  # type: ignore[attr-defined]  # a field of AttributeError and its like
+    # Not setattr: where the builtin has a field of that name (``reason`` of UnicodeDecodeError), its own stands.
+    error.__dict__.update(fields)
     error.__dict__["_zbus_arguments"] = arguments
     return error
+
+
+def _fill(error: Exception, builtin: type[Exception], arguments: tuple[Any, ...]) -> None:
+    """Set the fields that the builtin's own ``__init__`` sets."""
+    if isinstance(error, BlockingIOError) and len(arguments) == 3 and isinstance(arguments[2], int):
+        # In a subclass the third argument would be taken for a file name.
+        builtin.__init__(error, *arguments[:2])
+        error.characters_written = arguments[2]
+        error.args = arguments
+        return
+    builtin.__init__(error, *arguments)
 
 
 def _reduce(self: Any) -> tuple[Any, ...]:

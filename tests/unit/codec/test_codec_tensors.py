@@ -24,7 +24,7 @@ def _filled(name, shape):
     for dimension in shape:
         count *= dimension
     if not count:
-        return torch.empty(shape, dtype=torch.uint8).view(dtype)
+        return torch.empty(0, dtype=torch.uint8).view(dtype).reshape(shape)
     high = 2 if name == "bool" else 256
     raw = torch.randint(0, high, (count * dtype.itemsize,), dtype=torch.uint8)
     return raw.view(dtype).reshape(shape)
