@@ -242,7 +242,7 @@ class Controller:
         epoch = self._claim(records, hub, runtime)
         closers.callback(_Lease(records, epoch, plan.config.rpc.lease).stop)
         self._trace(plan.config, epoch)
-        closers.callback(lambda: control.reset("controller", 0))
+        closers.callback(control.reset, "controller", 0)
         session = bytes.fromhex(epoch.session)
         client = self._client = Client(session=session, epoch=epoch.epoch, factory=factory)  # type: ignore[arg-type]  # a NewType of bytes
         closers.callback(client.close)
@@ -374,11 +374,30 @@ class Controller:
         if not plan.keeps_lock:
             self._closers.callback(self.trial.unlock)
         self._deadline_s = plan.config.rpc.timeout
-        runtime = InlineRuntime(self.trial)
+        control.configure(
+            TraceConfig(
+                root=plan.config.trace.root or str(self.trial.traces),
+                level=plan.config.trace.level,
+                run=self.trial.name,
+            ),
+            role="controller",
+            rank=0,
+        )
+        self._closers.callback(control.reset, "controller", 0)
+        runtime = InlineRuntime()
         self._closers.callback(runtime.close)
+        rosters = {}
         for name, role in plan.roles.items():
-            runtime.add(name, role)
-        self._placer, self._rosters = runtime, runtime.rosters
+            rosters[name] = runtime.add_role(
+                name,
+                role.engine_path,
+                replicas=role.world_size,
+                mesh=role.mesh,
+                args=role.args,
+                kwargs=role.kwargs,
+                trial_dir=self.trial.path,
+            )
+        self._placer, self._rosters = runtime, rosters
 
     # -- a guest -------------------------------------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ class Reactor:
         os.eventfd_write(self._wake_fd, 1)
 
     def call_again(self, fd: int) -> None:
-        """Call back ``fd`` in the next round, though its descriptor may be silent: its burst was cut. Under the lock."""
+        """Call back ``fd`` in the next round: its burst was cut, and its descriptor may be silent. Under the lock."""
         self._again.append(fd)
         self.wake()
 
