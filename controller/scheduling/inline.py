@@ -13,6 +13,7 @@ import enum
 import itertools
 import os
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -23,7 +24,7 @@ from typing import Any, Final
 
 from controller.background import shared
 from controller.placer import ChunkSink, Sink, StaticRoster
-from zbus.engine import EndpointSpec, Engine, Mesh, endpoints_of, lanes_of, table_to_wire
+from zbus.engine import EndpointSpec, Mesh, endpoints_of, lanes_of, table_to_wire
 from zbus.errors import TransportError, Unavailable
 from zbus.ids import Incarnation, WorkerName, new_incarnation
 from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Outcome, OutcomeKind, Status, StreamCredit
@@ -65,9 +66,7 @@ class InlinePeer:
         welcome: Host and pid: this process's.
     """
 
-    def __init__(
-        self, name: WorkerName, mesh: Mesh, engine: str | type[Engine], trial_dir: Path, base: Path | None
-    ) -> None:
+    def __init__(self, name: WorkerName, mesh: Mesh, role: Role, trial_dir: Path) -> None:
         self.name = name
         self.incarnation: Incarnation = new_incarnation(0)
         self.state = InlineState.READY
@@ -77,8 +76,7 @@ class InlinePeer:
         self.mesh = mesh
         self.lanes: dict[str, _Lane] = {}
         self.table: dict[str, EndpointSpec] = {}
-        self._engine = engine
-        self._base = base
+        self._role = role
         self._trial_dir = trial_dir
         self._context: Context | None = None
         self.executor: _InlineExecutor = None  # type: ignore[assignment]  # set by the runtime, which it answers to
@@ -111,7 +109,8 @@ class InlinePeer:
     def create(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Make the engine and set it up; safe to repeat."""
         if self.executor.engine is None:
-            cls = load_engine(self._engine, base=self._base) if isinstance(self._engine, str) else self._engine
+            given = self._role.engine
+            cls = load_engine(self._role.engine_path) if isinstance(given, str) else given
             engine = cls(*args, **(kwargs or {}))
             context = Context(
                 role=self.name.role,
@@ -121,6 +120,7 @@ class InlinePeer:
                 local_rank=self.name.rank,
                 incarnation=self.incarnation,
                 trial_dir=self._trial_dir,
+                env={**os.environ, **self._role.env},
             )
             engine.setup(context)
             self._context, self.table = context, endpoints_of(cls)
@@ -218,12 +218,20 @@ class InlineRuntime:
     ::
 
         runtime = InlineRuntime()
-        roster = runtime.add_role("actor", Actor, replicas=2)
-        actor = Group(roster, runtime)
+        runtime.add("actor", Role(Actor, replicas=2))
+        actor = Group(runtime.rosters["actor"], runtime)
+
+    Args:
+        trial: The trial, for the engines' context; None: the current directory.
+
+    Attributes:
+        rosters: The roles by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, trial: TrialDir | None = None) -> None:
         self.session = _SESSION
+        self.rosters: dict[str, StaticRoster] = {}
+        self._trial_dir = Path() if trial is None else trial.path
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._peers: list[InlinePeer] = []
@@ -233,55 +241,46 @@ class InlineRuntime:
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
-    def add_role(
-        self,
-        role: str,
-        engine: str | type[Engine],
-        *,
-        replicas: int = 1,
-        mesh: Mapping[str, int] | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        trial_dir: Path | None = None,
-        base: Path | None = None,
-    ) -> StaticRoster:
+    def add(self, name: str, role: Role) -> StaticRoster:
         """Make the ranks of a role and their engines, in rank order, on the calling thread.
 
-        Args:
-            role: Its name.
-            engine: The class, or its path ``module:Class``.
-            replicas: Number of ranks.
-            mesh: Axes; default one axis ``dp``.
-            args: Positional arguments of the engine class.
-            kwargs: Keyword arguments of the engine class.
-            trial_dir: What the context shows.
-            base: Directory of a relative engine path.
+        The role's environment is shown in the context only; this process's stays as it is.
 
         Raises:
             EngineLoadError: The class cannot be loaded.
-            Exception: Whatever the engine's constructor or ``setup`` raises, as it is.
+            RemoteError: The engine's constructor or ``setup`` raised; also an instance of the builtin class.
         """
-        shape = Mesh.of(mesh, replicas)
-        peers = [self.add(WorkerName(role, rank), engine, shape, trial_dir, base) for rank in range(replicas)]
+        mesh = Mesh.of(role.mesh or None, role.world_size)
+        sys.path[:0] = [str(entry) for entry in role.sys_path if str(entry) not in sys.path]
+        peers = [self._add_rank(WorkerName(names.check(name, "role"), rank), mesh, role) for rank in range(mesh.size)]
         for peer in peers:
-            peer.create(args, kwargs)
-        return StaticRoster(role, shape, list(peers), dict(peers[0].table))
+            self._create(peer, role)
+        roster = self.rosters[name] = StaticRoster(name, mesh, list(peers), dict(peers[0].table))
+        return roster
 
-    def add(
-        self,
-        name: WorkerName,
-        engine: str | type[Engine],
-        mesh: Mesh,
-        trial_dir: Path | None = None,
-        base: Path | None = None,
-    ) -> InlinePeer:
-        """Make one rank without its engine, which ``zbus.create_engine`` on lane ``main`` makes as on a worker."""
-        peer = InlinePeer(name, mesh, engine, trial_dir or Path(), base)
+    def _add_rank(self, name: WorkerName, mesh: Mesh, role: Role) -> InlinePeer:
+        peer = InlinePeer(name, mesh, role, self._trial_dir)
         peer.executor = _InlineExecutor(
             name=str(name), incarnation=peer.incarnation, answers=_Answers(self, peer), builtins=peer.builtins()
         )
         self._peers.append(peer)
         return peer
+
+    def _create(self, peer: InlinePeer, role: Role) -> None:
+        try:
+            peer.create(role.args, role.kwargs)
+        except EngineLoadError:
+            raise
+        except Exception as error:
+            raise rebuild_exception(
+                describe_exception(error),
+                role=peer.name.role,
+                rank=peer.name.rank,
+                host=peer.welcome["host"],
+                pid=peer.welcome["pid"],
+                method="setup",
+                attempts=1,
+            ) from error
 
     def close(self) -> None:
         """Tear the engines down in reverse order; open calls end as not executed or unknown. Idempotent.
