@@ -24,8 +24,12 @@ from typing import Any, Final
 
 from controller.background import shared
 from controller.placer import ChunkSink, Sink, StaticRoster
+from controller.role import Role
+from zbus import names
+from zbus.codec.exceptions import describe_exception, rebuild_exception
+from zbus.config import TrialDir
 from zbus.engine import EndpointSpec, Mesh, endpoints_of, lanes_of, table_to_wire
-from zbus.errors import TransportError, Unavailable
+from zbus.errors import EngineLoadError, TransportError, Unavailable
 from zbus.ids import Incarnation, WorkerName, new_incarnation
 from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Outcome, OutcomeKind, Status, StreamCredit
 from zbus.runtime.context import Context
