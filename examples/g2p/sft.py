@@ -37,7 +37,7 @@ def main(run: Run) -> dict[str, float]:
 
     newest = _newest(checkpoints) if run.resume else None
     first = actor.load(str(newest)) if newest else 0
-    metrics = {"resumed_from": first, "heldout_loss_before": _mean_loss(actor.evaluate(exam, decode=False))}
+    before = _mean_loss(actor.evaluate(exam, decode=False))
 
     losses: list[float] = []
     begin = time.monotonic()
@@ -54,15 +54,18 @@ def main(run: Run) -> dict[str, float]:
     train_s = time.monotonic() - begin
 
     scores = actor.evaluate(exam)
-    if losses:  # else the resumed run was complete
-        metrics["train_loss"] = losses[-1]
-    return metrics | {
-        "steps": steps,
-        "train_s": round(train_s, 3),
+    metrics = {
         "heldout_loss": _mean_loss(scores),
+        "heldout_loss_before": before,
         "heldout_exact": _total(scores, "exact") / _total(scores, "words"),
         "heldout_words": _total(scores, "words"),
+        "steps": steps,
+        "resumed_from": first,
+        "train_s": round(train_s, 3),
     }
+    if losses:  # else the resumed run was complete
+        metrics["train_loss"] = losses[-1]
+    return metrics
 
 
 def learning_rate(step: int, steps: int, params: Mapping[str, Any]) -> float:
