@@ -18,7 +18,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -26,8 +26,10 @@ from workers import spawn
 from workers.background import Background
 from workers.cgroup import MemoryWatch
 from workers.claims import Claimant, claim_ranks, claim_start
+from workers.control import AgentControl
 from workers.exits import RankExit, make_record
 from workers.membership import Joined, Joiner, Notice
+from workers.ranks import Place, RankStarter
 from workers.spec import RankSpec
 from workers.supervisor import (
     Effect,
@@ -45,11 +47,10 @@ from workers.supervisor import (
     Supervisor,
     Tick,
 )
-from workers.template import ForkReply, RankMain, Template
+from workers.template import RankMain, Template
 from zbus.config import TrialDir
-from zbus.errors import ConfigError, ZbusError
-from zbus.ids import new_incarnation
-from zbus.registry.records import ExitRecord, JobRecord, Records
+from zbus.errors import ConfigError, TransportError, ZbusError
+from zbus.registry.records import AgentRecord, JobRecord
 from zbus.runtime.processes import (
     ProcessHandle,
     become_subreaper,
@@ -126,17 +127,6 @@ class _Process:
     killed: bool = False
 
 
-@dataclass(slots=True)
-class _Held:
-    """Sockets kept for a rank across restarts."""
-
-    sockets: list[socket.socket] = field(default_factory=list)
-
-    @property
-    def ports(self) -> list[int]:
-        return [held.getsockname()[1] for held in self.sockets]
-
-
 class Agent:
     """One agent. Make it, then ``run`` it on the main thread of a process of its own.
 
@@ -153,18 +143,30 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._background = Background(self._crashed)
-        self._template: Template | None = None
-        self._template_ready = False
-        self._waiting_for_template: list[int] = []
+        self._place = Place(
+            trial=self._trial,
+            role=config.role,
+            agent_id=self.agent_id,
+            group_rank=config.group_rank,
+            transport=config.transport,
+            bind_host=config.bind_host,
+            devices=config.devices,
+            worker_command=config.worker_command,
+        )
+        self._starter = RankStarter(
+            self._place,
+            None,
+            on_started=self._started,
+            on_failed=self._spawn_failed,
+            on_no_template=self._forget_template,
+        )
+        self._control: AgentControl | None = None
         self._supervisor: Supervisor | None = None
-        self._job: JobRecord | None = None
         self._joined: Joined | None = None
         self._joiner: Joiner | None = None
-        self._claims: dict[int, int] = {}
+        self._fresh: set[int] = set()
+        self._stop_asked = False
         self._processes: dict[int, _Process] = {}
-        self._starting: dict[int, RankSpec] = {}
-        self._held: dict[int, _Held] = {}
-        self._store: socket.socket | None = None
         self._controller: ProcessHandle | None = None
         self._last_exit: int | None = None
         self._signals: list[int] = []
@@ -181,7 +183,7 @@ class Agent:
         """
         if self.config.use_template:
             # First of all: a fork is only clean while there is one thread and no socket.
-            self._template = Template.fork(self.config.role, self.config.worker_main)
+            self._starter.template = Template.fork(self.config.role, self.config.worker_main)
         become_subreaper()
         with self._wired():
             try:
@@ -215,8 +217,9 @@ class Agent:
         old_wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         self._selector.register(reader, selectors.EVENT_READ, lambda: self._drain(reader))
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._run_posts)
-        if self._template is not None:
-            self._selector.register(self._template.fileno(), selectors.EVENT_READ, self._on_template)
+        if self._starter.template is not None:
+            template = self._starter.template
+            self._selector.register(template.fileno(), selectors.EVENT_READ, self._starter.on_template_readable)
         try:
             yield
         finally:
@@ -298,8 +301,6 @@ class Agent:
         log.info("%s: stopping %d ranks%s", name, len(self._processes), " at once" if again else "")
         self._feed(StopAsked(0.0 if again else self.config.grace_s, code, name))
 
-    _stop_asked = False
-
     def stop(self, grace_s: float, reason: str, exit_code: int = 0) -> None:
         """Stop all ranks, then end. May be called from any thread."""
 
@@ -326,7 +327,7 @@ class Agent:
                 "start": start,
                 "pid": process.handle.pid if (process := self._processes.get(rank)) is not None else None,
             }
-            for rank, start in sorted(self._claims.copy().items())
+            for rank, start in sorted(self._place.starts.copy().items())
         ]
         return {"agent": self.agent_id, "role": self.config.role, "host": self.host, "pid": os.getpid(), "ranks": ranks}
 
@@ -348,19 +349,16 @@ class Agent:
     def _on_joined(self, joined: Joined) -> None:
         first = self._joined is None
         self._joined = joined
+        self._place.epoch = joined.epoch
         self._watch_controller(joined.controller)
         if not first:
             log.info("controller of epoch %d found", joined.epoch.epoch)
+            self._background.submit(self._publish)
             return
-        job = self._job = joined.job
+        self._place.job = job = joined.job
         self._check_world(job)
-        if self._template is not None:
-            preload = job.preload
-            try:
-                self._template.configure(preload=preload, env=job.env, sys_path=job.sys_path)
-            except OSError as error:
-                self._drop_template(f"it died: {error.strerror}")
-        self._background.submit(lambda: self._claim_all(joined.records, job))
+        self._starter.prepare()
+        self._background.submit(lambda: self._claim_all(joined, job))
 
     def _check_world(self, job: JobRecord) -> None:
         config = self.config
@@ -375,15 +373,29 @@ class Agent:
             )
             raise ConfigError(msg, hint="check --rank, --nproc and the role's replicas")
 
-    def _claim_all(self, records: Records, job: JobRecord) -> None:
+    def _claim_all(self, joined: Joined, job: JobRecord) -> None:
         """Publish this agent, then claim its ranks; on the I/O thread."""
-        assert self._joiner is not None  # noqa: S101  # made before any notice
+        config = self.config
+        methods: dict[str, Callable[..., Any]] = {
+            "ping": lambda: {"t": time.monotonic_ns(), "pid": os.getpid()},
+            "status": self.status,
+            "stop": lambda grace_s=None: self.stop(config.grace_s if grace_s is None else grace_s, "asked over ctl"),
+            "restart": self.restart,
+        }
         try:
-            self._joiner.publish(self._agent_facts())
-            claims = claim_ranks(
-                records, self._me(), ranks=self.config.ranks, world_size=job.world_size, count=self.config.nproc
+            self._control = AgentControl(
+                self.agent_id,
+                joined.epoch,
+                joined.records,
+                transport=config.transport,
+                bind_host=config.bind_host,
+                methods=methods,
             )
-            self._joiner.publish({**self._agent_facts(), "ranks": sorted(claims)})
+            self._publish()
+            claims = claim_ranks(
+                joined.records, self._me(), ranks=config.ranks, world_size=job.world_size, count=config.nproc
+            )
+            self._publish(sorted(claims))
         except ZbusError as error:
             self._crashed(error)
             return
@@ -392,33 +404,41 @@ class Agent:
     def _me(self) -> Claimant:
         return Claimant(self.agent_id, self.config.role, self.host, os.getpid())
 
-    def _agent_facts(self) -> dict[str, Any]:
+    def _publish(self, ranks: Sequence[int] | None = None) -> None:
+        """Write the agent's record and hint that it is there; on the I/O thread."""
         assert self._joined is not None  # noqa: S101  # called after joining
-        return {
-            "agent": self.agent_id,
-            "role": self.config.role,
-            "host": self.host,
-            "boot_id": boot_id(),
-            "pid": os.getpid(),
-            "pid_start": start_time(os.getpid()) or 0,
-            "ctl": [],
-            "public_key": "",
-            "epoch": self._joined.epoch.epoch,
-        }
+        assert self._joiner is not None  # noqa: S101  # made before any notice
+        record = AgentRecord(
+            agent=self.agent_id,
+            role=self.config.role,
+            host=self.host,
+            boot_id=boot_id(),
+            pid=os.getpid(),
+            pid_start=start_time(os.getpid()) or 0,
+            ctl=[] if self._control is None else self._control.ctl,
+            public_key="" if self._control is None else self._control.public_key,
+            ranks=sorted(self._place.starts) if ranks is None else list(ranks),
+            epoch=self._joined.epoch.epoch,
+        )
+        self._joiner.publish(record)
+        if self._control is not None:
+            self._control.published(record)
 
     def _on_claimed(self, claims: dict[int, int]) -> None:
-        job = self._job
+        job = self._place.job
         assert job is not None  # noqa: S101  # claims come after the job
-        self._claims = claims
-        for rank in claims:
-            self._held[rank] = _Held([spawn.hold_port(self.config.bind_host) for _ in range(job.port_count)])
+        self._place.starts = claims
+        try:
+            self._starter.hold_ports()
+        except OSError as error:
+            msg = f"no port can be bound on {self.config.bind_host}: {error.strerror}"
+            self._failure = TransportError(msg, hint="give an address of this host with --bind")
+            return
         policy = Policy(restart=cast("Any", job.restart), max_restarts=job.max_restarts, window_s=job.restart_window_s)
         log.info("runs ranks %s of %s", ", ".join(map(str, sorted(claims))), self.config.role)
         self._fresh = set(claims)
         self._supervisor = Supervisor(claims, policy)
         self._carry_out(self._supervisor.begin())
-
-    _fresh: set[int]
 
     # -- controller ----------------------------------------------------------------------------------------------------
 
@@ -436,7 +456,7 @@ class Agent:
 
     def _on_controller_lost(self, how: str) -> None:
         self._unwatch_controller()
-        orphans = self.config.controller_lost or ("exit" if self._job is None else self._job.orphans)
+        orphans = self.config.controller_lost or ("exit" if self._place.job is None else self._place.job.orphans)
         if orphans == "wait":
             log.warning("the controller is gone (%s); waiting for the next one", how)
             if self._joiner is not None:
@@ -468,7 +488,7 @@ class Agent:
                 case Finish(code, reason):
                     if (
                         self.config.propagate_exit
-                        and len(self._claims) == 1
+                        and len(self._place.starts) == 1
                         and code == EXIT_WORKER_LOST
                         and self._last_exit
                     ):
@@ -487,7 +507,7 @@ class Agent:
     def _begin_start(self, rank: int) -> None:
         if rank in self._fresh:  # claimed when the agent joined
             self._fresh.discard(rank)
-            self._spawn(rank)
+            self._starter.start(rank)
             return
         joined = self._joined
         assert joined is not None  # noqa: S101  # ranks start after joining
@@ -501,97 +521,15 @@ class Agent:
                 return
 
             def go() -> None:
-                self._claims[rank] = start
-                self._spawn(rank)
+                self._place.starts[rank] = start
+                self._starter.start(rank)
 
             self.post(go)
 
         self._background.submit(claim)
 
-    def _spawn(self, rank: int) -> None:
-        if self._template is not None and not self._template_ready:
-            self._waiting_for_template.append(rank)
-            return
-        try:
-            spec = self._make_spec(rank)
-            log_fd = spawn.open_log(Path(spec.log))
-        except OSError as error:
-            self._spawn_failed(rank, f"{error.strerror}: {error.filename or ''}")
-            return
-        try:
-            if self._template is not None:
-                self._starting[rank] = spec
-                self._template.start(spec, self._rank_env(spec), log_fd)
-                return
-            env = {**os.environ, **self._rank_env(spec)}
-            pid = spawn.spawn_exec(spec, env, log_fd, self.config.worker_command)
-            self._started(spec, pid)
-        except OSError as error:
-            self._starting.pop(rank, None)
-            self._spawn_failed(rank, f"{error.strerror or error}")
-        finally:
-            os.close(log_fd)
-
-    def _rank_env(self, spec: RankSpec) -> dict[str, str]:
-        wanted = {**os.environ, **spec.job.env}
-        return {**spawn.thread_defaults(wanted), **spec.env, **spec.job.env}
-
-    def _make_spec(self, rank: int) -> RankSpec:
-        job, joined = self._job, self._joined
-        assert job is not None  # noqa: S101  # ranks start after joining
-        assert joined is not None  # noqa: S101  # as above
-        held = self._held[rank]
-        start = self._claims[rank]
-        store_fd = self._store_for(rank)
-        local = sorted(self._claims).index(rank)
-        return RankSpec(
-            experiment=self._trial.experiment,
-            trial=self._trial.trial,
-            trial_dir=str(self._trial),
-            runtime_dir=joined.epoch.runtime_dir,
-            role=self.config.role,
-            rank=rank,
-            world_size=job.world_size,
-            local_rank=local,
-            local_world_size=len(self._claims),
-            group_rank=self.config.group_rank,
-            start=start,
-            incarnation=new_incarnation(start),
-            agent_id=self.agent_id,
-            agent_pid=os.getpid(),
-            job=job,
-            log=str(self._trial.log(self.config.role, rank, start)),
-            listen_fds=[held_socket.fileno() for held_socket in held.sockets],
-            ports=held.ports,
-            torch_store_fd=store_fd,
-            master_addr=self.config.bind_host,
-            master_port=0 if self._store is None else self._store.getsockname()[1],
-            transport=self.config.transport,
-            bind_host=self.config.bind_host,
-            controller_epoch=joined.epoch.epoch,
-            env=self._device_env(local),
-        )
-
-    def _store_for(self, rank: int) -> int | None:
-        """Return rank 0's socket for the torch store, a new one for each generation of the group."""
-        if 0 not in self._claims:
-            return None
-        if rank == 0 or self._store is None:
-            if rank == 0 and self._store is not None and self._store_taken:
-                self._store.close()
-                self._store, self._store_taken = None, False
-            if self._store is None:
-                self._store = spawn.hold_port(self.config.bind_host)
-        if rank != 0:
-            return None
-        self._store_taken = True
-        return self._store.fileno()
-
-    _store_taken = False
-
-    def _device_env(self, local: int) -> dict[str, str]:
-        devices = self.config.devices
-        return {"CUDA_VISIBLE_DEVICES": devices[local]} if local < len(devices) and devices[local] else {}
+    def _forget_template(self, template: Template) -> None:
+        self._selector.unregister(template.fileno())
 
     def _spawn_failed(self, rank: int, reason: str) -> None:
         log.error("%s/%d could not be started: %s", self.config.role, rank, reason)
@@ -607,53 +545,6 @@ class Agent:
         self._selector.register(handle, selectors.EVENT_READ, lambda: self._on_exit(spec.rank))
         log.info("%s/%d runs: pid %d, start %d", spec.role, spec.rank, pid, spec.start)
         self._feed(Spawned(spec.rank))
-
-    # -- template ------------------------------------------------------------------------------------------------------
-
-    def _on_template(self) -> None:
-        template = self._template
-        if template is None:
-            return
-        replies = template.replies()
-        if replies is None:
-            self._drop_template("it died")
-            return
-        for reply in replies:
-            self._on_fork_reply(template, reply)
-
-    def _on_fork_reply(self, template: Template, reply: ForkReply) -> None:
-        for line in reply.warnings:
-            log.warning("%s", line)
-        if reply.ready:
-            if reply.error:
-                self._drop_template(reply.error)
-                return
-            self._template_ready = True
-            waiting, self._waiting_for_template = self._waiting_for_template, []
-            for rank in waiting:
-                self._spawn(rank)
-            return
-        spec = self._starting.pop(reply.rank)
-        if reply.error:
-            template.abandon(reply.rank)
-            self._spawn_failed(reply.rank, reply.error)
-            return
-        self._started(spec, reply.pid)
-        template.release(reply.rank)
-
-    def _drop_template(self, why: str) -> None:
-        """Go on without a template: ranks are started by exec."""
-        template, self._template = self._template, None
-        if template is None:
-            return
-        log.warning("no template for %s (%s): ranks are started one interpreter each", self.config.role, why)
-        self._selector.unregister(template.fileno())
-        template.close()
-        waiting = [*self._waiting_for_template, *self._starting]
-        self._waiting_for_template.clear()
-        self._starting.clear()
-        for rank in waiting:
-            self._spawn(rank)
 
     # -- exits ---------------------------------------------------------------------------------------------------------
 
@@ -699,20 +590,18 @@ class Agent:
         assert self._joined is not None  # noqa: S101  # ranks run after joining
         record = make_record(self._trial, ended)
         self._joined.records.publish_exit(record)
-        self._announce(record)
-
-    def _announce(self, record: ExitRecord) -> None:
-        """Hint subscribers that an exit record is there. The record is the truth; the hint saves time."""
+        if self._control is not None:
+            self._control.exited(record)
 
     def _reap_strays(self) -> None:
         """Reap processes that ranks left behind and the kernel gave to this subreaper."""
         mine = {process.handle.pid for process in self._processes.values()}
-        if self._template is not None:
-            mine.add(self._template.handle.pid)
+        if self._starter.template is not None:
+            mine.add(self._starter.template.handle.pid)
         for pid in children_of(os.getpid()):
             # A rank just forked by the template is not in `mine` yet: only the dead are reaped here, and a rank that
             # died at its gate is found by its pidfd.
-            if pid not in mine and not self._starting:
+            if pid not in mine and not self._starter.starting:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
 
@@ -720,22 +609,17 @@ class Agent:
 
     def _clean_up(self) -> None:
         """Leave nothing behind: processes, sockets, the registry entry. Bounded."""
-        if self._template is not None:
-            self._template.close()
-            self._template = None
+        self._starter.close()
         _kill_children()
         for process in self._processes.values():
             process.handle.close()
-        for held in self._held.values():
-            for held_socket in held.sockets:
-                held_socket.close()
-        if self._store is not None:
-            self._store.close()
         self._unwatch_controller()
         if self._joiner is not None:
             self._joiner.finish()
         if not self._background.stop(_DRAIN_S):
             log.error("the registry did not answer for %g s: exit records may be missing", _DRAIN_S)
+        if self._control is not None:
+            self._control.close()
 
 
 def _kill_children(timeout_s: float = 3.0) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from workers.background import Background
 from zbus.config import TrialDir
@@ -193,7 +193,7 @@ class Joiner:
 
     # -- being found ---------------------------------------------------------------------------------------------------
 
-    def publish(self, facts: dict[str, Any]) -> None:
+    def publish(self, record: AgentRecord) -> None:
         """Publish or replace the agent's record; the first time, begin the lease.
 
         Raises:
@@ -202,7 +202,7 @@ class Joiner:
         records = self._records
         if records is None:
             return
-        self._record = AgentRecord(**facts)
+        self._record = record
         first = self._renewer is None
         if first:
             self._renewer = LeaseRenewer(self._record.agent, self._ttl_s)

@@ -70,6 +70,8 @@ class Template:
     def fork(cls, name: str, rank_main: RankMain | None = None) -> Template:
         """Fork the template of role ``name`` from this process, which must have one thread.
 
+        What every rank needs is imported here, before the fork: the agent answers ``ctl`` with the same modules.
+
         Args:
             name: Shown as the process name.
             rank_main: What ranks run; ``workers.worker.main`` if None.
@@ -77,6 +79,8 @@ class Template:
         Raises:
             OSError: No process or socket could be made.
         """
+        if rank_main is None:
+            _import_all(_BASE_MODULES)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
@@ -137,24 +141,20 @@ class Template:
                 return found or None
             found.append(msgspec.json.decode(data, type=ForkReply))
 
-    def release(self, rank: int) -> None:
-        """Open the gate of a started rank: the agent watches it now."""
+    def release(self, rank: int, *, run: bool = True) -> None:
+        """Open the gate of a started rank, which the agent watches now; without ``run``, drop it."""
         gate = self._gates.pop(rank, None)
-        if gate is not None:
+        if gate is None:
+            return
+        if run:
             with contextlib.suppress(BrokenPipeError):  # it was killed at the gate
                 os.write(gate, b"g")
-            os.close(gate)
-
-    def abandon(self, rank: int) -> None:
-        """Drop the gate of a rank that did not come to be."""
-        gate = self._gates.pop(rank, None)
-        if gate is not None:
-            os.close(gate)
+        os.close(gate)
 
     def close(self) -> None:
         """End the template; ranks that run are left alone. Reaps it."""
         for rank in list(self._gates):
-            self.abandon(rank)
+            self.release(rank, run=False)
         self._channel.close()
         self.handle.signal(signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
@@ -183,14 +183,13 @@ def _template_process(channel: socket.socket, parent: int, name: str, rank_main:
 
 
 def _serve(channel: socket.socket, rank_main: RankMain | None) -> None:
-    warnings = [] if rank_main is not None else _import_all(_BASE_MODULES)
     first, _ = _receive(channel)
     if first is None:
         return
     os.environ.update(first["env"])
     os.environ.update(thread_defaults(os.environ))
     _extend_path(first["sys_path"])
-    warnings += _import_all(first["preload"])
+    warnings = _import_all(first["preload"])
     if threading.active_count() > 1:
         names = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
         channel.send(msgspec.json.encode(ForkReply(ready=True, error=f"preload started threads {', '.join(names)}")))
