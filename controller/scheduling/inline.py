@@ -28,7 +28,7 @@ from controller.role import Role
 from zbus import names
 from zbus.codec.exceptions import describe_exception, rebuild_exception
 from zbus.config import TrialDir
-from zbus.engine import EndpointSpec, Mesh, endpoints_of, lanes_of, table_to_wire
+from zbus.engine import EndpointSpec, Engine, Mesh, endpoints_of, lanes_of, table_to_wire
 from zbus.errors import EngineLoadError, TransportError, Unavailable
 from zbus.ids import Incarnation, WorkerName, new_incarnation
 from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Outcome, OutcomeKind, Status, StreamCredit
@@ -261,6 +261,38 @@ class InlineRuntime:
             self._create(peer, role)
         roster = self.rosters[name] = StaticRoster(name, mesh, list(peers), dict(peers[0].table))
         return roster
+
+    def add_role(
+        self,
+        role: str,
+        engine: str | type[Engine],
+        *,
+        replicas: int | None = None,
+        mesh: Mapping[str, int] | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        trial_dir: Path | None = None,
+    ) -> StaticRoster:
+        """As ``add``, with the parts of a role that matter inside one process."""
+        if trial_dir is not None:
+            self._trial_dir = trial_dir
+        return self.add(role, Role(engine, replicas=replicas, mesh=mesh, args=args, kwargs=kwargs or {}))
+
+    def add_role(
+        self,
+        role: str,
+        engine: str | type[Engine],
+        *,
+        replicas: int | None = None,
+        mesh: Mapping[str, int] | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        trial_dir: Path | None = None,
+    ) -> StaticRoster:
+        """As ``add``, with the parts of a role that matter inside one process."""
+        if trial_dir is not None:
+            self._trial_dir = trial_dir
+        return self.add(role, Role(engine, replicas=replicas, mesh=mesh, args=args, kwargs=kwargs or {}))
 
     def _add_rank(self, name: WorkerName, mesh: Mesh, role: Role) -> InlinePeer:
         peer = InlinePeer(name, mesh, role, self._trial_dir)
