@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -35,6 +36,7 @@ from zbus.registry.records import EpochRecord, Records
 from zbus.runtime.processes import boot_id, start_time
 from zbus.trace import control
 from zbus.trace.config import TraceConfig
+from zbus.trace.tracer import Tracer
 from zbus.transport.client import Client, Peer, PeerState
 from zbus.transport.endpoints import RuntimeDir, bind_endpoints
 from zbus.transport.profile import check_limits
@@ -70,6 +72,8 @@ class Controller:
         self._deadline_s = DEFAULT_DEADLINE_S
         self._client: Client | None = None
         self._members: Members | None = None
+        self._tracer: Tracer | None = None
+        self._trace_rank = 0
         self._began = time.monotonic()
 
     # -- making one ----------------------------------------------------------------------------------------------
@@ -174,7 +178,7 @@ class Controller:
 
     def config_perf_tracer(self, config: Mapping[str, Any] | None, role: str | None = None) -> None:
         """Switch tracing of a role's workers (all roles by default) and of this process; None switches it off."""
-        control.config_perf_tracer(config, "controller", 0)
+        control.config_perf_tracer(config, "controller", self._trace_rank)
         for name in self.roles if role is None else (role,):
             self._ask(name, "zbus.config_perf_tracer", config, name)
 
@@ -242,7 +246,6 @@ class Controller:
         epoch = self._claim(records, hub, runtime)
         closers.callback(_Lease(records, epoch, plan.config.rpc.lease).stop)
         self._trace(plan.config, epoch)
-        closers.callback(control.reset, "controller", 0)
         session = bytes.fromhex(epoch.session)
         client = self._client = Client(session=session, epoch=epoch.epoch, factory=factory)  # type: ignore[arg-type]  # a NewType of bytes
         closers.callback(client.close)
@@ -352,21 +355,24 @@ class Controller:
         self.epoch = claimed.epoch
         return claimed
 
-    def _trace(self, config: Config, epoch: EpochRecord) -> None:
-        root = config.trace.root or str(self.trial.traces)
-        control.configure(
-            TraceConfig(
-                root=root,
-                level=config.trace.level,
-                run=self.trial.name,
+    def _trace(self, config: Config, epoch: EpochRecord | None = None) -> None:
+        """Trace this process as ``controller/0``, or the next number where another trial's controller lives here."""
+        taken = {tracer.rank for tracer in control.tracers() if tracer.role == "controller"}
+        self._trace_rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
+        settings = TraceConfig(
+            root=config.trace.root or str(self.trial.traces), level=config.trace.level, run=self.trial.name
+        )
+        if epoch is not None:
+            settings = replace(
+                settings,
                 run_epoch_wall_ns=epoch.run_epoch_wall_ns,
                 run_epoch_mono_ns=epoch.run_epoch_mono_ns,
                 clock_boot_id=epoch.clock_boot_id,
-            ),
-            role="controller",
-            rank=0,
-            start=epoch.epoch - 1,
+            )
+        self._tracer = control.configure(
+            settings, role="controller", rank=self._trace_rank, start=0 if epoch is None else epoch.epoch - 1
         )
+        self._closers.callback(control.reset, "controller", self._trace_rank)
 
     def _launch_inline(self, plan: _Plan) -> None:
         from controller.scheduling.inline import InlineRuntime
@@ -374,16 +380,7 @@ class Controller:
         if not plan.keeps_lock:
             self._closers.callback(self.trial.unlock)
         self._deadline_s = plan.config.rpc.timeout
-        control.configure(
-            TraceConfig(
-                root=plan.config.trace.root or str(self.trial.traces),
-                level=plan.config.trace.level,
-                run=self.trial.name,
-            ),
-            role="controller",
-            rank=0,
-        )
-        self._closers.callback(control.reset, "controller", 0)
+        self._trace(plan.config)
         runtime = InlineRuntime()
         self._closers.callback(runtime.close)
         rosters = {}

@@ -1,0 +1,309 @@
+"""Small calls: zbus beside raw pyzmq DEALER/ROUTER, in interleaved rounds of one run.
+
+    python benchmarks/rpc.py --json            # one JSON line per result
+    python benchmarks/rpc.py --rounds 5 --scale 0.3
+
+Every figure is the median over rounds; its ratio is the median of the ratios to ``raw`` of the same round, so drift of
+the machine's speed cancels out. The raw echo is the least that pyzmq can do: one ROUTER per worker process, one DEALER
+per worker here, one frame each way, blocking receives, the same transport (ipc).
+
+Workloads: ``call_sync`` and ``call_sync_p99`` (sequential round trips, us), ``call_async`` (awaited one at a time),
+``call_traced`` (tracing at ``rpc``), ``pipeline_1`` and ``pipeline_8`` (one message per call, 128 in flight per worker,
+calls/s), ``fanout_1|4|16`` (broadcast and ordered gather, us), ``batch_64`` (ordered batches of 64 calls, calls/s).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+IN_FLIGHT = 128
+
+
+# -- raw pyzmq -------------------------------------------------------------------------------------------------------
+
+
+def raw_worker(endpoint: str, ready: Any) -> None:
+    """Echo one frame for ever."""
+    socket = zmq.Context().socket(zmq.ROUTER)
+    socket.bind(endpoint)
+    ready.set()
+    while True:
+        peer, payload = socket.recv_multipart()
+        socket.send_multipart([peer, payload])
+
+
+class Raw:
+    """W raw echo workers and one DEALER to each."""
+
+    def __init__(self, workers: int, directory: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.processes = []
+        self.sockets = []
+        self.context = zmq.Context()
+        for number in range(workers):
+            endpoint = f"ipc://{directory}/raw{workers}.{number}"
+            ready = context.Event()
+            process = context.Process(target=raw_worker, args=(endpoint, ready), daemon=True)
+            process.start()
+            ready.wait(30)
+            self.processes.append(process)
+            socket = self.context.socket(zmq.DEALER)
+            socket.connect(endpoint)
+            self.sockets.append(socket)
+        self.poller = zmq.Poller()
+        for socket in self.sockets:
+            self.poller.register(socket, zmq.POLLIN)
+
+    def call(self) -> None:
+        self.sockets[0].send(b"x")
+        self.sockets[0].recv()
+
+    def fanout(self) -> None:
+        for socket in self.sockets:
+            socket.send(b"x")
+        for socket in self.sockets:
+            socket.recv()
+
+    def pipeline(self, calls: int) -> float:
+        sockets = self.sockets
+        total = calls * len(sockets)
+        sent = dict.fromkeys(sockets, 0)
+        done = 0
+        began = time.perf_counter()
+        for socket in sockets:
+            for _ in range(min(IN_FLIGHT, calls)):
+                socket.send(b"x")
+                sent[socket] += 1
+        while done < total:
+            for socket, _ in self.poller.poll():
+                with contextlib.suppress(zmq.Again):
+                    while True:
+                        socket.recv(zmq.NOBLOCK)
+                        done += 1
+                        if sent[socket] < calls:
+                            socket.send(b"x")
+                            sent[socket] += 1
+        return total / (time.perf_counter() - began)
+
+    def close(self) -> None:
+        self.context.destroy(0)
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+# -- zbus ------------------------------------------------------------------------------------------------------------
+
+
+class Zbus:
+    """A local trial with W workers."""
+
+    def __init__(self, workers: int, root: str, trace: str) -> None:
+        from controller import Controller, Role
+        from zbus.config import load_config
+
+        config = load_config(data={"trace": {"level": trace, "merge": False}}).config
+        self.bus = Controller.launch(
+            "bench",
+            {"w": Role("bench_engines:Echo", replicas=workers)},
+            root=root,
+            config=config,
+            startup_timeout=120,
+        )
+        self.group = self.bus.group("w")
+        self.one = self.group[0]
+        self.echo = self.one.echo
+        self.everywhere = self.group.echo
+
+    def call(self) -> None:
+        self.echo(b"x")
+
+    async def call_async(self) -> None:
+        await self.echo.aio(b"x")
+
+    def fanout(self) -> None:
+        self.everywhere(b"x")
+
+    def pipeline(self, calls: int) -> float:
+        ranks = [rank.echo for rank in self.group]
+        total = calls * len(ranks)
+        began = time.perf_counter()
+        open_calls: list[list[Any]] = [[] for _ in ranks]
+        for _ in range(min(IN_FLIGHT, calls)):
+            for futures, echo in zip(open_calls, ranks, strict=True):
+                futures.append(echo.submit(b"x"))
+        taken = 0
+        left = calls - min(IN_FLIGHT, calls)
+        for _ in range(calls):
+            for futures, echo in zip(open_calls, ranks, strict=True):
+                futures[taken].result()
+                futures[taken] = None
+                if left > 0:
+                    futures.append(echo.submit(b"x"))
+            left -= 1
+            taken += 1
+        return total / (time.perf_counter() - began)
+
+    def batches(self, calls: int) -> float:
+        began = time.perf_counter()
+        for _ in range(calls // 64):
+            with self.one.batch() as batch:
+                for _ in range(64):
+                    batch.echo(b"x")
+        return (calls // 64) * 64 / (time.perf_counter() - began)
+
+    def close(self) -> None:
+        self.bus.close()
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+
+
+def latencies(call: Callable[[], None], count: int) -> tuple[float, float]:
+    """Return (p50, p99) in microseconds."""
+    for _ in range(count // 10 + 20):
+        call()
+    times = []
+    clock = time.perf_counter_ns
+    for _ in range(count):
+        began = clock()
+        call()
+        times.append(clock() - began)
+    times.sort()
+    return times[count // 2] / 1e3, times[int(count * 0.99)] / 1e3
+
+
+def latencies_async(call: Callable[[], Any], count: int) -> tuple[float, float]:
+    """As ``latencies``, each call awaited inside one running loop."""
+
+    async def run() -> list[int]:
+        for _ in range(count // 10 + 20):
+            await call()
+        times = []
+        for _ in range(count):
+            began = time.perf_counter_ns()
+            await call()
+            times.append(time.perf_counter_ns() - began)
+        return times
+
+    times = sorted(asyncio.run(run()))
+    return times[count // 2] / 1e3, times[int(count * 0.99)] / 1e3
+
+
+class Results:
+    """Figures by workload and system, with the raw figure of the same round."""
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+
+    def add(self, workload: str, system: str, unit: str, value: float, raw: float) -> None:
+        self.rows.setdefault((workload, system, unit), []).append((value, raw))
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        for (workload, system, unit), values in self.rows.items():
+            yield {
+                "workload": workload,
+                "system": system,
+                "median": round(statistics.median(value for value, _ in values), 2),
+                "best": round((max if unit == "calls/s" else min)(value for value, _ in values), 2),
+                "unit": unit,
+                "ratio": round(statistics.median(value / raw for value, raw in values), 3),
+                "rounds": len(values),
+            }
+
+
+def run(rounds: int, scale: float, wanted: Callable[[str], bool]) -> Results:
+    """Run all rounds and return the figures."""
+    results = Results()
+    count = max(200, int(2000 * scale))
+    piped = max(1000, int(10000 * scale))
+    with tempfile.TemporaryDirectory(prefix="zb-bench-") as directory, contextlib.ExitStack() as stack:
+
+        def raw(workers: int) -> Raw:
+            made = Raw(workers, directory)
+            stack.callback(made.close)
+            return made
+
+        def zbus(workers: int, trace: str) -> Zbus:
+            made = Zbus(workers, directory, trace)
+            stack.callback(made.close)
+            return made
+
+        sizes = [size for size in (1, 4, 8, 16) if size == 1 or any(wanted(f"{kind}_{size}") for kind in ("fanout", "pipeline"))]
+        raws = {size: raw(size) for size in sizes}
+        ours = {size: zbus(size, "off") for size in sizes}
+        traced = zbus(1, "rpc") if wanted("call_traced") else None
+        for _ in range(rounds):
+            if wanted("call_sync"):
+                base, base99 = latencies(raws[1].call, count)
+                results.add("call_sync", "raw", "us", base, base)
+                results.add("call_sync_p99", "raw", "us", base99, base99)
+                value, value99 = latencies(ours[1].call, count)
+                results.add("call_sync", "zbus", "us", value, base)
+                results.add("call_sync_p99", "zbus", "us", value99, base99)
+                if traced is not None:
+                    results.add("call_traced", "zbus", "us", latencies(traced.call, count)[0], base)
+                if wanted("call_async"):
+                    value, value99 = latencies_async(ours[1].call_async, count)
+                    results.add("call_async", "zbus", "us", value, base)
+                    results.add("call_async_p99", "zbus", "us", value99, base99)
+            for size in (1, 8):
+                if wanted(f"pipeline_{size}"):
+                    base = raws[size].pipeline(piped // size)
+                    results.add(f"pipeline_{size}", "raw", "calls/s", base, base)
+                    results.add(f"pipeline_{size}", "zbus", "calls/s", ours[size].pipeline(piped // size), base)
+            if wanted("batch_64"):
+                base = raws[1].pipeline(piped)
+                results.add("batch_64", "zbus", "calls/s", ours[1].batches(piped), base)
+            for size in (1, 4, 16):
+                if wanted(f"fanout_{size}"):
+                    base = latencies(raws[size].fanout, count // 4)[0]
+                    results.add(f"fanout_{size}", "raw", "us", base, base)
+                    results.add(f"fanout_{size}", "zbus", "us", latencies(ours[size].fanout, count // 4)[0], base)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the number of calls")
+    parser.add_argument("--only", default="", help="comma-separated workloads or prefixes")
+    options = parser.parse_args()
+    chosen = [name for name in options.only.split(",") if name]
+
+    def wanted(workload: str) -> bool:
+        return not chosen or any(workload.startswith(name) for name in chosen)
+
+    results = run(options.rounds, options.scale, wanted)
+    if not options.json:
+        print(f"{'workload':<16}{'system':<8}{'median':>12}{'best':>12} {'unit':<8}{'x raw':>8}")
+    for line in results.lines():
+        if options.json:
+            print(json.dumps(line), flush=True)
+        else:
+            print(
+                f"{line['workload']:<16}{line['system']:<8}{line['median']:>12.1f}{line['best']:>12.1f} "
+                f"{line['unit']:<8}{line['ratio']:>8.2f}"
+            )
+
+
+if __name__ == "__main__":
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    main()
