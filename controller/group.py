@@ -66,6 +66,11 @@ class Group:
         return self._view.core.roster.mesh.axes
 
     @property
+    def placer(self) -> Placer:
+        """What carries the calls."""
+        return self._view.core.placer
+
+    @property
     def endpoints(self) -> Mapping[str, EndpointSpec]:
         """The endpoint table."""
         return self._view.core.roster.endpoints()
@@ -162,6 +167,10 @@ class Group:
         """Return an endpoint by its declaration, such as ``Actor.train``, typed for checkers and editors."""
         spec: EndpointSpec = cast("Any", endpoint).__zbus_endpoint__
         return cast("Method[P, T]", getattr(self, spec.name))
+
+    def builtin(self, spec: EndpointSpec) -> Method[..., Any]:
+        """Return one of the bus's own methods (``zbus.…``); ``spec`` says how it is called."""
+        return Method(self._view, spec)
 
     def batch(self, *, strict: bool = False, deadline: float | str | None = None) -> BatchBuilder:
         """Collect several ordered calls and place them as one.

@@ -63,7 +63,10 @@ EFFECTS: Final = ("once", "idempotent", "pure")
 MAIN: Final = "main"
 RESERVED_LANES: Final = frozenset({"ctl", "data", "discovery"})
 RESERVED_NAMES: Final = frozenset(
-    {"batch", "endpoints", "mesh", "method", "options", "ranks", "ready", "role", "setup", "recover", "teardown"}
+    {
+        *("batch", "builtin", "endpoints", "group", "mesh", "method", "options", "placer", "ranks", "ready", "role"),
+        *("setup", "recover", "teardown"),
+    }
 )
 """Names an endpoint cannot bear: they mean something else on a group, or are the engine's own hooks."""
 
@@ -638,9 +641,24 @@ def _check_spec(spec: EndpointSpec) -> None:
     if spec.concurrency is not None and spec.concurrency < 1:
         msg = f"{where}: concurrency {spec.concurrency} lets nothing run"
         raise ConfigError(msg)
+    if spec.streams and not isinstance(spec.dispatch, AnyOne | RankZero):
+        msg = f"{where}: a generator's items come from one rank, but {type(spec.dispatch).__name__} calls several"
+        raise ConfigError(msg, hint="declare it with AnyOne() or RankZero(), or return a list")
+    _check_split_names(spec)
     if spec.lane == MAIN and (spec.concurrency or 1) > 1:
         msg = f"{where}: lane `main` runs one call at a time, concurrency {spec.concurrency} cannot be"
         raise ConfigError(msg, hint='give the endpoint a lane of its own, such as lane="gen"')
+
+
+def _check_split_names(spec: EndpointSpec) -> None:
+    if not isinstance(spec.dispatch, Split) or spec.dispatch.args is None or spec.parameters is None:
+        return
+    names = [parameter.name for parameter in spec.parameters]
+    open_ended = any(parameter.kind in ("args", "kwargs") for parameter in spec.parameters)
+    for name in spec.dispatch.args:
+        if name not in names and not open_ended:
+            msg = f"endpoint `{spec.name}`: Split names the argument {name!r}, which the method does not have"
+            raise ConfigError(msg, hint=f"its arguments are {', '.join(names) or 'none'}")
 
 
 def _parameters(fn: Any) -> tuple[Parameter, ...]:

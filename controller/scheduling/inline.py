@@ -278,22 +278,6 @@ class InlineRuntime:
             self._trial_dir = trial_dir
         return self.add(role, Role(engine, replicas=replicas, mesh=mesh, args=args, kwargs=kwargs or {}))
 
-    def add_role(
-        self,
-        role: str,
-        engine: str | type[Engine],
-        *,
-        replicas: int | None = None,
-        mesh: Mapping[str, int] | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        trial_dir: Path | None = None,
-    ) -> StaticRoster:
-        """As ``add``, with the parts of a role that matter inside one process."""
-        if trial_dir is not None:
-            self._trial_dir = trial_dir
-        return self.add(role, Role(engine, replicas=replicas, mesh=mesh, args=args, kwargs=kwargs or {}))
-
     def _add_rank(self, name: WorkerName, mesh: Mesh, role: Role) -> InlinePeer:
         peer = InlinePeer(name, mesh, role, self._trial_dir)
         peer.executor = _InlineExecutor(
