@@ -68,6 +68,9 @@ class Decoder:
         del items[0]
         if mark is _TUPLE:
             return tuple(items)
+        if mark.library and not self.limits.arrays:
+            msg = "an array came to a process that takes none"
+            raise CodecError(msg)
         build = BUILD.get(mark.kind) or _late(mark.kind)
         return build(items, self)
 

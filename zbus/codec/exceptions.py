@@ -98,9 +98,11 @@ def describe_exception(exc: BaseException, *, limit: int = 65_536) -> dict[str, 
         exc: Any exception, ``SystemExit`` and its like included.
         limit: Bytes that the encoded description may take; long parts are cut in the middle, and say so.
     """
+    trace = _guard(lambda: _traceback(exc, limit), "")
     share = limit
     while True:
         described = _describe(exc, max(share // 4, 64), frozenset())
+        described["traceback"] = _cut(trace, share // 4)
         if _size(described) <= limit:
             return described
         if share <= limit // 64:
@@ -131,7 +133,6 @@ def _describe(exc: BaseException, text: int, above: frozenset[int]) -> dict[str,
         "args": _guard(lambda: _packed(tuple(exc.args)), None),
         "attrs": None,
         "notes": _guard(lambda: [_text(note, text // 8) for note in _notes(exc)], list[str]()),
-        "traceback": _guard(lambda: _traceback(exc, text), "") if len(above) == 1 else "",
         "frames": _guard(lambda: _frames(exc), list[list[Any]]()),
     }
     if described["tag"]:

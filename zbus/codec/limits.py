@@ -21,6 +21,8 @@ class Limits:
         body_bytes: The first frame.
         buffers: Number of frames after the body.
         buffer_bytes: Sum of the frames after the body.
+        arrays: Whether numpy's and torch's values are accepted. A process that must not import either says False, or
+            a message could make it.
     """
 
     depth: int = 64
@@ -28,6 +30,7 @@ class Limits:
     body_bytes: int = 268_435_456
     buffers: int = 65_536
     buffer_bytes: int = 1 << 38
+    arrays: bool = True
 
     def __post_init__(self) -> None:
         """Refuse bounds that cannot be held.

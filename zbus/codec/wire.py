@@ -66,10 +66,11 @@ class Kind(enum.IntEnum):
 class Mark:
     """A decoded mark. One object per kind, private to the codec, so that no user value can be mistaken for it."""
 
-    __slots__ = ("kind",)
+    __slots__ = ("kind", "library")
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
+        self.library = kind >= Kind.NDARRAY
 
 
 def marker(kind: Kind) -> msgpack.ExtType:

@@ -193,6 +193,19 @@ def test_plain_values_import_neither_numpy_nor_torch():
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
+def test_process_that_takes_no_arrays_cannot_be_made_to_import_numpy():
+    """A message with an array is refused, and imports nothing, where the limits say so."""
+    body, *buffers = encode([np.zeros(3), np.zeros(1000)])
+    script = (
+        "import sys; from zbus.codec import Limits, decode; from zbus.errors import CodecError\n"
+        f"frames = [{bytes(body)!r}, *{[bytes(buffer) for buffer in buffers]!r}]\n"
+        "try: decode(frames, limits=Limits(arrays=False)); raise SystemExit('accepted')\n"
+        "except CodecError as error: assert 'takes none' in str(error)\n"
+        "assert 'numpy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
 def test_array_needs_no_torch():
     """A process with numpy alone sends and receives arrays without importing torch."""
     script = (
