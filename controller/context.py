@@ -54,6 +54,8 @@ class RunContext:
     def make_trial(self, experiment: str) -> TrialDir:
         """Return this run's trial directory, made and locked on the first call.
 
+        A script that launches once more after its first launch gets a further trial, unless a name was given.
+
         Args:
             experiment: Used where neither the command line nor a config names one.
 
@@ -61,7 +63,8 @@ class RunContext:
             TrialError: It exists, is in use, or there is nothing to resume.
             ConfigError: It cannot be made.
         """
-        if self.trial is None:
+        again = self.trial is not None and bool(self.launched) and not self.config.trial
+        if self.trial is None or again:
             self.trial = TrialDir.create(
                 self.config.root,
                 self.config.experiment or experiment,

@@ -107,6 +107,8 @@ def block_of(error: BaseException, *, verbose: bool = False, target: str = "") -
     if isinstance(error, CallError):
         facts = {**_call_facts(error), **facts}
     log = facts.pop("log", None)
+    if text := facts.pop("traceback", None):
+        block.frames = _remote_frames(str(text), verbose=verbose)
     block.facts = [(key, str(value), []) for key, value in facts.items()]
     if isinstance(error, CallError):
         if tail := [line.rstrip("\n") for line in error.log_tail][-_MAX_TAIL:]:
@@ -262,9 +264,16 @@ def _is_own(file: str) -> bool:
     return bool(parts) and parts[0] in _PACKAGES
 
 
+def _is_zbus(file: str) -> bool:
+    return _is_own(file) and not file.startswith("<frozen ") and Path(file).name != "runpy.py"
+
+
 def _local_frames(error: BaseException, *, verbose: bool) -> list[str]:
     found = traceback.extract_tb(error.__traceback__)
     shown = [f for f in found if verbose or not _is_own(f.filename)]
+    if found and _is_zbus(found[-1].filename) and not isinstance(error, ZbusError) and not verbose:
+        # What zbus itself raised so is a fault of zbus: its place must be in the report.
+        shown.append(found[-1])
     lines = []
     for frame in shown[-_MAX_FRAMES:] if not verbose else shown:
         lines.append(f"{_short(frame.filename)}:{frame.lineno} in {frame.name}")

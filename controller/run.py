@@ -70,7 +70,7 @@ class Run:
         self.bus = bus
         self.config: dict[str, Any] = context.config.params
         self.resume = context.resume
-        self.trial_dir: TrialDir = context.make_trial("run")
+        self.trial_dir: TrialDir = bus.trial
         self._progress = progress
 
     def progress(self, total: float | None = None, text: str = "") -> Progress:
@@ -310,7 +310,10 @@ def _metrics(result: Any) -> dict[str, Any]:
 def _report(bus: object) -> dict[str, Any]:
     report = getattr(bus, "report", None)
     found = report() if callable(report) else {}
-    return dict(found) if isinstance(found, Mapping) else {}
+    if not isinstance(found, Mapping):
+        return {}
+    # Sending a call again is what a person calls a retry; no call runs twice because of it.
+    return {"retries": found.get("retransmissions", 0), **found}
 
 
 # -- output ------------------------------------------------------------------------------------------------------------

@@ -122,9 +122,8 @@ def _worker(worker: WorkerRecord, found: Snapshot, answer: Mapping[str, Any] | N
 
 def _text(data: Mapping[str, Any], style: Style) -> str:
     running = data["running_s"]
-    head = [f"{data['experiment']}/{data['trial']}", data["state"]]
-    if running is not None:
-        head.append(f"for {format_duration(running)}")
+    state = data["state"] if running is None else f"{data['state']} for {format_duration(running)}"
+    head = [f"{data['experiment']}/{data['trial']}", state]
     if data["controller"] is not None:
         head.append(f"controller pid {data['controller']['pid']} on {data['controller']['host']}")
     lines = [style("  ".join(clean(part) for part in head), "bold")]
