@@ -13,6 +13,9 @@ import signal
 import threading
 from _signal import getsignal as _installed  # type: ignore[import-not-found]  # 0.03 µs; signal.getsignal is 20 times that
 from collections.abc import Callable
+from functools import partial
+from itertools import starmap
+from operator import call
 from threading import get_ident
 from types import FrameType
 from typing import Any, Final
@@ -54,7 +57,7 @@ class SignalGate:
     def __init__(self) -> None:
         self._main = threading.main_thread().ident
         self._depth = 0
-        self._pending: dict[int, tuple[_Handler, FrameType | None]] = {}
+        self._pending: dict[int, tuple[_Handler, int, FrameType | None]] = {}
         # What was last seen installed, by signal; single attributes because the entry must stay below 0.3 µs.
         self._int: Any = None
         self._term: Any = None
@@ -119,21 +122,25 @@ class SignalGate:
 
     def _arrived(self, handler: _Handler, number: int, frame: FrameType | None) -> None:
         if self._depth:
-            self._pending[number] = (handler, frame)
+            self._pending[number] = (handler, number, frame)
         elif self._pending:  # a section is just ending: keep the order
-            self._pending.setdefault(number, (handler, frame))
+            self._pending.setdefault(number, (handler, number, frame))
             self._run_pending()
         else:
             handler(number, frame)
 
     def _run_pending(self) -> None:
-        """Run every kept handler once. One that raises keeps no other from running; the last exception leaves."""
-        if not self._pending:
+        """Run every kept handler once. One that raises keeps no other from running; the last exception leaves.
+
+        A signal may arrive between any two bytecodes here, and its handler then runs the rest (``_arrived``) or raises.
+        So a handler is taken and called in one go in C: none can be taken twice, or taken and then not called.
+        """
+        waiting = list(self._pending)
+        if not waiting:
             return
-        number = next(iter(self._pending))
-        handler, frame = self._pending.pop(number)
+        take = partial(self._pending.pop, waiting[0], None)
         try:
-            handler(number, frame)
+            next(starmap(call, iter(take, None)), None)
         finally:
             self._run_pending()
 

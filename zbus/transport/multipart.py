@@ -79,7 +79,9 @@ def require_contiguous(frames: Sequence[Buffer]) -> None:
 def send(socket: Socket, frames: Sequence[Buffer]) -> bool:
     """Send one message without waiting.
 
-    Thread: the one that holds the socket. Frames of ``COPY_LIMIT`` bytes and more are not copied.
+    Thread: the one that holds the socket. Frames of ``COPY_LIMIT`` bytes and more are not copied. A deferred handler's
+    exception leaves from here after the message went whole; a caller whose books must agree with what was sent keeps
+    them inside the same ``with gate:`` (sections nest).
 
     Args:
         socket: Where to.
@@ -153,11 +155,12 @@ class Receiver:
         dropped: Messages dropped because an exception that the gate does not defer struck inside a receive.
     """
 
-    __slots__ = ("_parts", "_resync", "_socket", "dropped")
+    __slots__ = ("_done", "_parts", "_resync", "_socket", "dropped")
 
     def __init__(self, socket: Socket) -> None:
         self._socket = socket
         self._parts: list[zmq.Frame] = []
+        self._done: list[Buffer] | None = None
         self._resync = False
         self.dropped = 0
 
@@ -169,30 +172,39 @@ class Receiver:
     def recv(self) -> list[Buffer] | None:
         """Return the next message, or None when there is none; never waits.
 
+        A deferred handler's exception leaves from here too; the message it interrupts is returned by the next call.
         Frames below 8 KiB come as ``bytes``; larger ones as ``memoryview`` over the received memory, which lives as
         long as the view. Their alignment is arbitrary.
 
         Raises:
             TransportError: The socket is closed or its context ended.
         """
-        with gate:
-            try:
-                if self._resync:
-                    self._skip_rest()
-                parts = self._parts
-                while not parts or parts[-1].more:
-                    parts.extend(map(_recv, (self._socket,), (_DONT_WAIT,), (False,)))
-            except zmq.Again:
-                return None
-            except zmq.ZMQError as error:
-                msg = f"cannot receive: {error}"
-                raise TransportError(msg) from error
-            except BaseException:
-                # The frame being received may be lost with the exception: give up the message it belongs to.
-                self._resync = True
-                raise
-            self._parts = []
-            return [part.bytes if len(part) < _SMALL else part.buffer for part in parts]
+        message = self._done
+        if message is None:
+            with gate:
+                message = self._done = self._take()
+        self._done = None
+        return message
+
+    def _take(self) -> list[Buffer] | None:
+        """Take the next message off the socket. Inside the gate."""
+        try:
+            if self._resync:
+                self._skip_rest()
+            parts = self._parts
+            while not parts or parts[-1].more:
+                parts.extend(map(_recv, (self._socket,), (_DONT_WAIT,), (False,)))
+        except zmq.Again:
+            return None
+        except zmq.ZMQError as error:
+            msg = f"cannot receive: {error}"
+            raise TransportError(msg) from error
+        except BaseException:
+            # The frame being received may be lost with the exception: give up the message it belongs to.
+            self._resync = True
+            raise
+        self._parts = []
+        return [part.bytes if len(part) < _SMALL else part.buffer for part in parts]
 
     def _skip_rest(self) -> None:
         """Drop what is left of the message an exception struck in."""
