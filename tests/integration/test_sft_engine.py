@@ -61,6 +61,7 @@ def test_two_ranks_train_through_the_bus_and_a_second_run_resumes(tmp_path: Path
     assert second["metrics"]["heldout_loss"] < first["metrics"]["heldout_loss"]
 
 
+@pytest.mark.ci
 def test_the_number_of_ranks_does_not_change_what_is_learnt(tmp_path: Path):
     """One rank and three ranks, with uneven shares, reach the same loss up to rounding."""
     losses = [
