@@ -44,7 +44,7 @@ def behave(spec: RankSpec) -> int:
     return 0
 
 
-def _step(step: str, spec: RankSpec) -> int | None:
+def _step(step: str, spec: RankSpec) -> int | None:  # noqa: C901, PLR0912  # a list of deeds
     word, _, argument = step.partition(":")
     match word:
         case "sleep":
@@ -91,6 +91,12 @@ def _step(step: str, spec: RankSpec) -> int | None:
                 print("listening", held.getsockname()[1] == port, held.getsockopt(socket.SOL_SOCKET, 30))
         case "store":
             print("store", spec.torch_store_fd is not None, os.environ.get("MASTER_PORT"))
+        case "random":
+            import random
+
+            import numpy as np
+
+            print(random.random(), np.random.random())  # noqa: NPY002  # the global generator is the point
         case "first":  # only the first start goes on
             return None if spec.start == 0 else _step("sleep", spec)
     return None
@@ -108,7 +114,7 @@ def _agent(text: str) -> int:
     if options.get("ranks") is not None:
         options["ranks"] = tuple(options["ranks"])
     config = AgentConfig(
-        **options, worker_main=rank_main, worker_command=(sys.executable, "-P", os.path.abspath(__file__), "rank")
+        **options, worker_main=rank_main, worker_command=(sys.executable, "-P", str(Path(__file__).resolve()), "rank")
     )
     try:
         return run_agent(config)

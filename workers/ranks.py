@@ -178,7 +178,8 @@ class RankStarter:
             torch_store_fd=store_fd,
             master_addr=place.bind_host,
             master_port=0 if self._store is None else self._store.getsockname()[1],
-            transport=place.transport,
+            # Without a runtime directory there is no place for ipc sockets.
+            transport=place.transport if epoch.runtime_dir else "tcp",
             bind_host=place.bind_host,
             controller_epoch=epoch.epoch,
             env={"CUDA_VISIBLE_DEVICES": devices} if devices else {},

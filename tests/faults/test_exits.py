@@ -138,7 +138,9 @@ def test_a_crash_loop_ends_with_its_first_cause(kit: AgentKit) -> None:
 
 def test_one_rank_of_a_collective_restarts_all(kit: AgentKit) -> None:
     """Under restart=all the death of one rank replaces every rank, and peers are noted as stopped (fault 22)."""
-    job = kit.job("first;kill:9", world_size=3, restart="all", max_restarts=2, env={"ZT_DO_0": "sleep", "ZT_DO_2": "sleep"})
+    job = kit.job(
+        "first;kill:9", world_size=3, restart="all", max_restarts=2, env={"ZT_DO_0": "sleep", "ZT_DO_2": "sleep"}
+    )
     kit.lead({**job, "env": {**job["env"], "ZT_DO_1": "until:" + str(kit.trial.path / "go") + ";first;kill:9"}})
     agent = kit.agent(nproc=3)
     old = kit.ranks(agent, 3)
