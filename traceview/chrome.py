@@ -41,7 +41,11 @@ class ChromeWriter:
             self._fd = os.open(self._temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise self._error(error) from error
-        self._put(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        try:
+            self._put(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        except OutputError:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(

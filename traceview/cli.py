@@ -25,9 +25,7 @@ _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _MAX_BAD = 5
 
 
-def _version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:  # noqa: FBT001  # click's form
-    if not value or context.resilient_parsing:
-        return
+def _print_version(*, as_json: bool) -> None:
     from importlib.metadata import PackageNotFoundError, version
 
     from traceview.merge import FORMAT
@@ -36,30 +34,33 @@ def _version(context: click.Context, _parameter: click.Parameter, value: bool) -
         number = version("zbus-runtime")
     except PackageNotFoundError:
         number = "unknown"
-    if "--json" in sys.argv[1:] or context.params.get("as_json"):
+    if as_json:
         _print_json({"schema": "zbus.version/1", "name": "traceview", "version": number, "trace_format": FORMAT})
     else:
         click.echo(f"traceview {number}")
-    context.exit()
 
 
 def _json_option(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")(function)
 
 
-@click.group(context_settings=_SETTINGS)
+@click.group(context_settings=_SETTINGS, invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="As --json of the command; with --version: as JSON.")
-@click.option(
-    "--version", is_flag=True, is_eager=False, expose_value=False, callback=_version, help="Print the version."
-)
+@click.option("--version", is_flag=True, help="Print the version.")
 @click.option("-q", "--quiet", is_flag=True, help="No warnings and no hints.")
 @click.pass_context
-def main(context: click.Context, *, as_json: bool, quiet: bool) -> None:
+def main(context: click.Context, /, *, as_json: bool, version: bool, quiet: bool) -> None:
     """Read the traces of a run: one timeline, statistics, checks.
 
     INPUT is a trial directory, a trace directory, files or a quoted glob; .gz is read too.
     """
     context.obj = {"json": as_json, "quiet": quiet}
+    if version:
+        _print_version(as_json=as_json)
+        context.exit()
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help(), err=True)
+        context.exit(2)
 
 
 @main.command()

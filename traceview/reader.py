@@ -211,16 +211,18 @@ def _batches(source: Source, problems: Problems, repairer: Repairer) -> Iterator
 
 def _is_document(start: bytes) -> bool:
     """Return whether this is one JSON document (Chrome array or object form) rather than lines."""
-    if start[:1] == b"[":
-        return True
-    if start[:1] != b"{":
+    if start[:1] not in (b"[", b"{"):
         return False
     line = start.partition(b"\n")[0]
     try:
         first = msgspec.json.decode(line)
     except msgspec.DecodeError:
+        if start[:1] == b"[":
+            return True
         return b'"traceEvents"' in start or line.strip() == b"{" or b'"ph"' not in line
-    return isinstance(first, dict) and "traceEvents" in first
+    if isinstance(first, list):
+        return not first or isinstance(first[0], dict)
+    return "traceEvents" in first
 
 
 def _lines(
@@ -264,7 +266,8 @@ def _fast(line: bytes) -> Event | None:
             line.decode()
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return event if event.ph in _FAST_PHASES else None
+    phase = event.ph
+    return event if phase in _FAST_PHASES and (event.ts is not None or phase == "M") else None
 
 
 def _is_other(line: bytes) -> bool:

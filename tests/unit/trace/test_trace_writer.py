@@ -1,0 +1,445 @@
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from waiting import scaled, wait_until
+from zbus import trace
+from zbus.errors import ConfigError
+from zbus.trace.control import writer_of
+from zbus.trace.events import bus_flow_ids, call_id
+from zbus.trace.tracer import Tracer
+from zbus.trace.writer import TraceWriter, boot_id, trace_path
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "trace" / "traces_0.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def _no_tracer_left():
+    yield
+    trace.reset()
+
+
+class StepClock:
+    """A clock that goes on by one microsecond with each look."""
+
+    def __init__(self, mono: int = 1_000_000_000, wall: int = 1_796_000_000_000_000_000) -> None:
+        self.mono, self.wall = mono, wall
+
+    def monotonic_ns(self) -> int:
+        self.mono += 1000
+        return self.mono
+
+    def wall_ns(self) -> int:
+        return self.wall + self.mono
+
+
+def lines(path: Path) -> list[dict]:
+    """Return the lines of a trace file, which must be strict JSON."""
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def named(path: Path, name: str) -> list[dict]:
+    """Return the events of that name."""
+    return [event for event in lines(path) if event["name"] == name]
+
+
+def begin(root: Path, **config) -> tuple[Tracer, Path]:
+    """Configure actor/0 and return its tracer and file."""
+    tracer = trace.configure({"root": str(root), **config}, role="actor", rank=0)
+    return tracer, root / "actor" / "traces_0.jsonl"
+
+
+def test_files_are_named_by_role_rank_and_start():
+    """Start 0 has the founding name; a restarted rank never shares a file with its predecessor (row B75)."""
+    assert trace_path("r", "actor", 3) == Path("r/actor/traces_3.jsonl")
+    assert trace_path("r", "actor", 3, 2) == Path("r/actor/traces_3.2.jsonl")
+
+
+@pytest.mark.parametrize("role", ["..", "a/b", "", "a b"])
+def test_a_role_cannot_leave_the_root(role, tmp_path):
+    """A role that is no plain name is refused."""
+    with pytest.raises(ConfigError):
+        trace.configure({"root": str(tmp_path)}, role=role, rank=0)
+
+
+def test_a_closed_file_says_how_much_was_recorded(tmp_path):
+    """The file opens with who and when, and ends with counts that add up."""
+    _, path = begin(tmp_path, run="e/t")
+    with trace.span("work", step=1):
+        pass
+    trace.reset()
+    first, *_, last = lines(path)
+    assert first["name"] == "zbus_meta"
+    assert (first["args"]["role"], first["args"]["rank"], first["args"]["run"]) == ("actor", 0, "e/t")
+    assert first["args"]["boot_id"] == boot_id()
+    assert (last["name"], last["args"]) == ("zbus_end", {"recorded": 1, "written": 1, "pending": 0, "lost": {}})
+
+
+def test_process_and_thread_names_carry_role_and_rank(tmp_path):
+    """Metadata name the process and each thread, with role and rank (row B71)."""
+    _, path = begin(tmp_path)
+
+    def work():
+        trace.instant("here")
+
+    thread = threading.Thread(target=work, name="EngineWorker")
+    thread.start()
+    thread.join()
+    trace.reset()
+    [name] = named(path, "thread_name")
+    assert name["args"] == {"name": "EngineWorker", "role": "actor", "rank": 0}
+    assert name["tid"] == named(path, "here")[0]["tid"]
+
+
+def test_every_line_is_strict_json_whatever_was_recorded(tmp_path):
+    """NaN, infinities, huge integers, lone surrogates and odd names are written as valid JSON (rows B62, B81)."""
+    _, path = begin(tmp_path)
+    with trace.span("a\ud800", x=math.nan, y=-math.inf, z=1 << 80, s="\udcff", k={("t", 1): object()}):
+        pass
+    trace.counter("c", math.nan)
+    trace.counter("d", value=1.5, bad=math.inf)
+    with trace.span("good"):
+        pass
+    trace.reset()
+    odd = next(event for event in lines(path) if event["ph"] == "X")
+    assert (odd["args"]["x"], odd["args"]["y"], odd["args"]["z"]) == (None, None, str(1 << 80))
+    assert named(path, "c") == []
+    assert named(path, "d")[0]["args"] == {"value": 1.5}
+    assert len(named(path, "good")) == 1
+
+
+def test_a_time_is_microseconds_with_nanosecond_decimals(tmp_path):
+    """Ts and dur keep nanoseconds, counted from the run epoch."""
+    tracer = Tracer("actor", 0, clock=StepClock())
+    config = trace.TraceConfig(root=str(tmp_path))
+    writer = TraceWriter(tracer, config, clock=StepClock())
+    tracer.set_level("full")
+    writer.open()
+    epoch = named(writer.path, "zbus_meta")[0]["args"]["epoch_mono_ns"]
+    tracer.append((0, "x", "misc", epoch + 1_234_567, epoch + 1_234_667, None, None))
+    writer.close()
+    assert [(e["ts"], e["dur"]) for e in named(writer.path, "x")] == [(1234.567, 0.1)]
+
+
+def test_one_boot_shares_the_controllers_clock(tmp_path):
+    """With the controller's boot id, ts counts exactly from its run epoch; else by the wall anchor."""
+    clock = StepClock()
+    shared = trace.TraceConfig(
+        root=str(tmp_path), run_epoch_wall_ns=1, run_epoch_mono_ns=123_000, clock_boot_id=boot_id()
+    )
+    other = trace.TraceConfig(
+        root=str(tmp_path),
+        run_epoch_wall_ns=clock.wall + 400_000_000,
+        run_epoch_mono_ns=123_000,
+        clock_boot_id="another machine",
+    )
+    metas = []
+    for rank, config in enumerate((shared, other)):
+        writer = TraceWriter(Tracer("actor", rank), config, clock=clock)
+        writer.open()
+        writer.close()
+        metas.append(named(writer.path, "zbus_meta")[0]["args"])
+    assert (metas[0]["epoch_clock"], metas[0]["epoch_mono_ns"]) == ("shared", 123_000)
+    assert (metas[1]["epoch_clock"], metas[1]["epoch_mono_ns"]) == ("wall", 400_000_000)
+
+
+def test_the_background_writes_without_being_asked(tmp_path):
+    """A span reaches the file within the flush period while the process goes on."""
+    _, path = begin(tmp_path, flush_period_s=0.05)
+    with trace.span("soon"):
+        pass
+    wait_until(lambda: named(path, "soon"), what="the span in the file")
+
+
+def test_a_live_switch_changes_level_and_nothing_else(tmp_path):
+    """config_perf_tracer turns recording off and on; None is off and no error, also unconfigured (row B59)."""
+    trace.config_perf_tracer(None)
+    trace.config_perf_tracer(None, role="actor")
+    tracer, path = begin(tmp_path)
+    trace.instant("one")
+    trace.config_perf_tracer(None, role="actor")
+    trace.instant("two")
+    trace.config_perf_tracer({"level": "full"}, role="actor", rank=0)
+    trace.instant("three")
+    assert trace.get_tracer() is tracer
+    trace.reset()
+    assert [e["name"] for e in lines(path) if e["ph"] == "i"] == ["one", "three"]
+
+
+def test_a_tracer_begun_off_makes_no_file_until_switched_on(tmp_path):
+    """Level off writes nothing at all; a later config begins the file."""
+    _, path = begin(tmp_path, level="off")
+    trace.save_perf_tracer(force=True)
+    assert not path.exists()
+    trace.config_perf_tracer({"level": "rpc"})
+    assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"levle": "full"}, "unknown trace config key"), ({"level": "loud"}, "not one of"), ({"run": 3}, "wants str")],
+)
+def test_a_bad_config_is_refused_by_name(config, message, tmp_path):
+    """A key or value that cannot be used is an error, never ignored."""
+    with pytest.raises(ConfigError, match=message):
+        trace.configure({"root": str(tmp_path), **config}, role="actor", rank=0)
+    with pytest.raises(ConfigError):
+        trace.config_perf_tracer("full")  # type: ignore[arg-type]
+
+
+def test_an_enabled_flag_is_understood():
+    """The founding config's ``enabled`` chooses full or off."""
+    assert trace.TraceConfig.of({"enabled": True}).level == "full"
+    assert trace.TraceConfig.of({"enabled": False}).level == "off"
+
+
+def test_save_writes_at_due_steps_only(tmp_path):
+    """save_perf_tracer writes at the last step of each interval, or when forced."""
+    _, path = begin(tmp_path, save_interval=3, flush_period_s=10)
+    trace.instant("early")
+    trace.save_perf_tracer(0)
+    trace.save_perf_tracer(1)
+    assert named(path, "early") == []
+    trace.save_perf_tracer(2)
+    assert len(named(path, "early")) == 1
+    trace.instant("late")
+    trace.save_perf_tracer(3, force=True)
+    assert len(named(path, "late")) == 1
+
+
+def test_a_full_disk_costs_spans_but_never_the_run(tmp_path, monkeypatch, caplog):
+    """While writes fail, records are counted as lost, warned of once, and said in the file afterwards."""
+    tracer, path = begin(tmp_path, flush_period_s=10)
+    writer = writer_of(tracer)
+    real, full = os.write, True
+
+    def write(fd, data):
+        if fd == writer._fd and full:
+            real(fd, bytes(data)[:10])  # what fits
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", write)
+    for _ in range(2):
+        trace.instant("lost")
+        writer.flush()
+    full = False
+    trace.instant("kept")
+    counts = writer.counts()
+    assert counts["recorded"] == counts["written"] + counts["pending"] + sum(counts["lost"].values()) == 3
+    trace.reset()
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert named(path, "lost") == []
+    assert len(named(path, "kept")) == 1
+    assert named(path, "zbus_loss")[0]["args"]["lost"] == 2
+    assert named(path, "zbus_end")[0]["args"] == {
+        "recorded": 3,
+        "written": 1,
+        "pending": 0,
+        "lost": {"write_error": 2},
+    }
+
+
+def test_a_full_ring_is_said_in_the_file(tmp_path):
+    """Records dropped because a ring was full appear as a loss with their number."""
+    _, path = begin(tmp_path, ring_size=16, flush_period_s=10)
+    for _ in range(20):
+        trace.instant("x")
+    trace.reset()
+    assert named(path, "zbus_loss")[0]["args"]["lost"] == 4
+    end = named(path, "zbus_end")[0]["args"]
+    assert (end["recorded"], end["written"], end["lost"]) == (20, 16, {"ring_full": 4})
+
+
+def test_a_file_torn_by_a_crash_is_continued_on_a_new_line(tmp_path):
+    """A later process that appends to a torn file does not glue its header to the torn line."""
+    path = tmp_path / "actor" / "traces_0.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"name":"b","ph":"X","ts')
+    begin(tmp_path)
+    trace.reset()
+    torn, header, *_ = path.read_text().splitlines()
+    assert torn == '{"name":"b","ph":"X","ts'
+    assert json.loads(header)["name"] == "zbus_meta"
+
+
+def test_a_root_that_cannot_be_written_is_a_config_error(tmp_path):
+    """A trace root that is a file is refused with the file's name."""
+    (tmp_path / "actor").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"traces_0\.jsonl cannot be made"):
+        begin(tmp_path)
+
+
+def test_the_root_of_a_live_tracer_is_not_changed_silently(tmp_path):
+    """A second root for the same role and rank is refused."""
+    begin(tmp_path)
+    with pytest.raises(ConfigError, match="already traces into"):
+        trace.configure({"root": str(tmp_path / "other")}, role="actor", rank=0)
+
+
+def run_script(code: str, *args: str, **kwargs) -> subprocess.Popen:
+    """Start Python code as a process of its own."""
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), *args], text=True, **kwargs)
+
+
+def test_a_forked_child_writes_its_own_events_once_under_its_own_pid(tmp_path):
+    """A child drops what its parent recorded, reads its ids anew and uses a file of its own (row B68)."""
+    code = """
+        import os, sys
+        from zbus import trace
+        trace.configure({"root": sys.argv[1], "flush_period_s": 10}, role="actor", rank=0)
+        trace.instant("parent")
+        pid = os.fork()
+        if not pid:
+            trace.instant("child")
+            trace.save_perf_tracer(force=True)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        print(os.getpid(), pid)
+    """
+    process = run_script(code, str(tmp_path), stdout=subprocess.PIPE)
+    out, _ = process.communicate(timeout=60)
+    parent, child = map(int, out.split())
+    own, other = tmp_path / "actor" / "traces_0.jsonl", tmp_path / "actor" / f"traces_0.fork{child}.jsonl"
+    assert [(e["name"], e["pid"], e["tid"]) for e in lines(own) if e["ph"] == "i"] == [("parent", parent, parent)]
+    assert [(e["name"], e["pid"], e["tid"]) for e in lines(other) if e["ph"] == "i"] == [("child", child, child)]
+    epochs = [named(path, "zbus_meta")[0]["args"]["epoch_mono_ns"] for path in (own, other)]
+    assert epochs[0] == epochs[1]
+
+
+def test_a_killed_process_loses_at_most_a_flush_period(tmp_path):
+    """After SIGKILL all that was recorded a flush period before is in the file, in whole lines but the last."""
+    code = """
+        import sys, time
+        from zbus import trace
+        trace.configure({"root": sys.argv[1], "flush_period_s": 0.05}, role="actor", rank=0)
+        for number in range(10**9):
+            trace.instant("tick", n=number, at=time.monotonic_ns())
+            if number % 50 == 0:
+                time.sleep(0.0005)
+                print(time.monotonic_ns(), flush=True)
+    """
+    process = run_script(code, str(tmp_path), stdout=subprocess.PIPE)
+    try:
+        path = tmp_path / "actor" / "traces_0.jsonl"
+        wait_until(lambda: path.exists() and path.stat().st_size > 100_000, what="a filled trace file")
+    finally:
+        process.send_signal(signal.SIGKILL)
+        out, _ = process.communicate(timeout=60)
+    last_alive = int(out.rsplit("\n", 2)[-2])
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    ticks = [json.loads(line) for line in whole.splitlines() if b'"tick"' in line]
+    assert [t["args"]["n"] for t in ticks] == list(range(len(ticks)))
+    assert last_alive - ticks[-1]["args"]["at"] < scaled(1.0) * 1e9  # 20 periods: machines stall
+
+
+def test_an_orderly_exit_writes_the_rest_by_itself(tmp_path):
+    """A program that just ends has its last spans and the end event in the file."""
+    code = """
+        import sys
+        from zbus import trace
+        trace.configure({"root": sys.argv[1], "flush_period_s": 10}, role="actor", rank=0)
+        trace.instant("last")
+    """
+    assert run_script(code, str(tmp_path)).wait(timeout=60) == 0
+    path = tmp_path / "actor" / "traces_0.jsonl"
+    assert len(named(path, "last")) == len(named(path, "zbus_end")) == 1
+
+
+SESSION = bytes(range(16))
+
+
+def record_call(tracer: Tracer, at: int, *, attempt: int = 1) -> None:
+    """Record both sides of one call."""
+    ids = (SESSION, "actor/3", 77, "main", 5, attempt, "train")
+    tracer.bus_client(*ids, at, at + 1000, at + 2000, at + 9000, at + 10000, 100, 200, "OK")
+    tracer.bus_server(*ids, at + 3000, at + 4000, at + 5000, at + 6000, at + 7000, "OK")
+
+
+def bus_events(path: Path) -> list[dict]:
+    """Return the bus's own events."""
+    return [event for event in lines(path) if event.get("cat") == "rpc"]
+
+
+def test_one_record_per_side_becomes_all_phases_of_the_call(tmp_path):
+    """A call is shown with its call, encode, send, wire, queue, decode, run and reply spans under one call id."""
+    tracer, path = begin(tmp_path, level="rpc")
+    record_call(tracer, tracer.now())
+    trace.reset()
+    events = bus_events(path)
+    kinds = ["client", "encode", "send", "wire", "return", "queue", "decode", "run", "reply"]
+    assert [e["args"]["kind"] for e in events] == kinds
+    assert {e["args"]["call"] for e in events} == {call_id(SESSION, 77, "main", 5)}
+    whole = events[0]
+    assert (whole["name"], whole["dur"], whole["args"]["bytes_out"]) == ("call train", 10.0, 100)
+    for part in events[1:5]:
+        assert whole["ts"] <= part["ts"]
+        assert part["ts"] + part["dur"] <= whole["ts"] + whole["dur"] + 1e-6
+
+
+def test_arrows_join_both_sides_by_a_hash_of_the_ids(tmp_path):
+    """Request and reply arrows have an end on each side; every attempt has ids of its own (row B76)."""
+    tracer, path = begin(tmp_path, level="rpc")
+    record_call(tracer, tracer.now())
+    trace.reset()
+    out = {e["bind_id"]: e["args"]["kind"] for e in bus_events(path) if e.get("flow_out")}
+    into = {e["bind_id"]: e["args"]["kind"] for e in bus_events(path) if e.get("flow_in")}
+    request, answer = bus_flow_ids(SESSION, 77, "main", 5, 1)
+    assert out == {request: "wire", answer: "reply"}
+    assert into == {request: "queue", answer: "return"}
+    ids = {flow for attempt in range(1, 100) for flow in bus_flow_ids(SESSION, 77, "main", 5, attempt)}
+    assert len(ids) == 198
+
+
+def test_phases_that_never_came_are_left_out(tmp_path):
+    """A call that was never sent shows no wire; one without a reply ends its wire with the outcome."""
+    tracer, path = begin(tmp_path, level="rpc")
+    at = tracer.now()
+    ids = (SESSION, "actor/3", 77, "main", 5, 1, "train")
+    tracer.bus_client(*ids, at, at + 1, 0, 0, at + 500, 0, 0, "NOT_EXECUTED")
+    tracer.bus_client(*ids, at, at + 1, at + 2, 0, at + 500, 0, 0, "UNKNOWN")
+    tracer.bus_server(*ids, at, 0, 0, 0, at + 10, "CANCELLED")
+    trace.reset()
+    kinds = [e["args"]["kind"] for e in bus_events(path)]
+    assert kinds == ["client", "encode", "client", "encode", "send", "wire", "queue", "reply"]
+
+
+def test_the_format_is_the_golden_file(tmp_path, monkeypatch):
+    """The bytes of a trace file change only on purpose: with the golden file and the format version."""
+    monkeypatch.setattr("zbus.trace.writer.boot_id", lambda: "11111111-2222-3333-4444-555555555555")
+    monkeypatch.setattr("zbus.trace.writer.time_namespace", lambda: 4026531834)
+    monkeypatch.setattr("zbus.trace.writer.socket.gethostname", lambda: "host-a")
+    clock = StepClock()
+    config = trace.TraceConfig(root=str(tmp_path), run="exp/trial", flush_period_s=10)
+    tracer = Tracer("actor", 0, clock=clock)
+    writer = TraceWriter(tracer, config, incarnation=(1 << 48) | 7, start=0, clock=clock)
+    tracer.set_level("full")
+    writer.open()
+    with trace.use_tracer(tracer), trace.span("train", "compute", step=1, loss=0.25):
+        trace.instant("batch ready", scope="p")
+        trace.counter("queue", 3)
+        trace.flow("batch-1")
+    record_call(tracer, clock.monotonic_ns())
+    writer.flush()
+    writer.close()
+    pid, tid = os.getpid(), threading.get_native_id()
+    text = writer.path.read_text().replace(f'"tid":{tid},', '"tid":4712,')
+    text = text.replace(f'"pid":{pid},', '"pid":4711,').replace(f"pid {pid})", "pid 4711)")
+    if os.environ.get("ZBUS_TEST_GOLDEN") == "write":
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
