@@ -17,6 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from controller.controller import Controller as Controller
+    from controller.founding import DistributedTrainController as DistributedTrainController
+    from controller.founding import RolloutController as RolloutController
+    from controller.founding import TrainController as TrainController
+    from controller.founding import create_engine_with_retry as create_engine_with_retry
+    from controller.founding import get_scheduling_config as get_scheduling_config
+    from controller.founding import rpc_call as rpc_call
     from controller.futures import BatchFuture as BatchFuture
     from controller.futures import wait_future_ordered as wait_future_ordered
     from controller.group import Group as Group
@@ -28,6 +34,14 @@ if TYPE_CHECKING:
 
 _HOMES: Final = {
     "controller.controller": ("Controller",),
+    "controller.founding": (
+        "DistributedTrainController",
+        "RolloutController",
+        "TrainController",
+        "create_engine_with_retry",
+        "get_scheduling_config",
+        "rpc_call",
+    ),
     "controller.futures": ("BatchFuture", "wait_future_ordered"),
     "controller.group": ("Group",),
     "controller.role": ("Role",),
