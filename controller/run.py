@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "RunOptions", "execute"]
 
+_STOP_ROOM_S: Final = 2.0
+"""What an orderly stop may take beyond the grace of the ranks, before it is forced."""
+
 _FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -131,7 +134,7 @@ class _Execution:
         self._summary = Summary(
             target=options.target, version=__version__, started_at=time.strftime("%Y-%m-%dT%H:%M:%S%z")
         )
-        self._interrupts = Interrupts(console, self._at_once, context.config.scheduler.stop_grace)
+        self._interrupts = Interrupts(console, self._at_once, context.config.scheduler.stop_grace + _STOP_ROOM_S)
         self._logs = contextlib.ExitStack()
         context.on_trial = self._trial_made
 

@@ -136,7 +136,13 @@ def run(*arguments, timeout=60.0):
 
 @contextmanager
 def running(*arguments):
-    """Run the command, wait until its driver is inside a call, and hand out the process."""
+    """Run the command, wait until its ranks are inside the call, and hand out the process."""
+    before = set(Path("zbus-runs").glob("*/*"))
+
+    def in_call():
+        logs = [log for trial in set(Path("zbus-runs").glob("*/*")) - before for log in trial.glob("logs/actor/*.log")]
+        return len(logs) == 2 and all("last words" in log.read_text() for log in logs)
+
     process = subprocess.Popen(
         [*COMMAND, "run", *arguments],
         stdout=subprocess.PIPE,
@@ -148,6 +154,7 @@ def running(*arguments):
         for line in process.stderr:
             if line == "READY\n":
                 break
+        wait_until(in_call, 10, "the ranks to be inside the call")
         yield process
     finally:
         process.kill()

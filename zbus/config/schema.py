@@ -100,7 +100,7 @@ class SchedulerConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
 
     type: Literal["inline", "local", "external"] = "local"
     startup_timeout: Duration = 60.0
-    stop_grace: Duration = 5.0
+    stop_grace: Duration = 3.0
     gpus: list[int] | None = None
     transport: Literal["ipc", "tcp"] = "ipc"
     bind: str = "127.0.0.1"
