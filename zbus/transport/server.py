@@ -258,7 +258,10 @@ class Server:
                 if self.clock.monotonic_ns() - busy_since > TAKEOVER_S * 1e9:
                     if not self._takeover:
                         self._take_over(busy_since)
-                    bus.once(_SLEEP_S)
+                    self._bus_awake = False  # the next call must wake this sleep, or nobody reads main for it
+                    if self._takeover:
+                        bus.once(_SLEEP_S)
+                    self._bus_awake = True
                 else:
                     bus.once(TAKEOVER_S)
             elif time.monotonic() - self._last_busy < _AWAKE_S:
