@@ -167,7 +167,7 @@ class Expander:
         tid = self._row(f"→ {worker} {lane}", out)
         call = call_id(session, incarnation, lane, seq)
         whole = self._span(out, f"call {method}", (submit, decoded), tid, call)
-        whole.args = {"kind": "client", "call": call, "method": method, "worker": worker, "lane": lane, "seq": seq}
+        whole.args = {"kind": "client", "call": call, "method": method, "worker": str(worker), "lane": lane, "seq": seq}
         whole.args |= {"attempt": attempt, "outcome": outcome, "bytes_out": bytes_out, "bytes_in": bytes_in}
         request, answer = bus_flow_ids(session, incarnation, lane, seq, attempt)
         if encoded:
@@ -192,7 +192,7 @@ class Expander:
         request, answer = bus_flow_ids(session, incarnation, lane, seq, attempt)
         end = start or decoded or run_end or encoded or arrived
         queue = self._span(out, f"queue {method}", (arrived, end), self._row(f"queue {lane}", out), call)
-        queue.args = {"kind": "queue", "call": call, "method": method, "worker": worker, "lane": lane, "seq": seq}
+        queue.args = {"kind": "queue", "call": call, "method": method, "worker": str(worker), "lane": lane, "seq": seq}
         queue.args |= {"attempt": attempt, "outcome": outcome}
         queue.bind_id, queue.flow_in = request, True
         track = task or ""
