@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -141,7 +142,8 @@ class _Execution:
     def run(self) -> int:
         error: BaseException | None = None
         with self._logs, running(self._context), _results_apart(self._console), self._interrupts:
-            self._logs.enter_context(_console_logging(self._console, self._context.config.log.level))
+            log = self._context.config.log
+            self._logs.enter_context(_console_logging(self._console, log.level, as_json=log.format == "json"))
             try:
                 self._summary.metrics = self._drive()
             except BaseException as raised:  # noqa: BLE001 - whatever ends the run becomes a block and an exit code
@@ -319,6 +321,22 @@ def _report(bus: object) -> dict[str, Any]:
     return {"retries": found.get("retransmissions", 0), **found}
 
 
+class _JsonLines(logging.Formatter):
+    """One JSON object per record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "schema": "zbus.log/1",
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
 # -- output ------------------------------------------------------------------------------------------------------------
 
 
@@ -340,10 +358,10 @@ def _results_apart(console: Console) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _console_logging(console: Console, level: str) -> Iterator[None]:
+def _console_logging(console: Console, level: str, *, as_json: bool) -> Iterator[None]:
     """Show zbus's own log records on stderr; the root logger is the user's."""
     handler = logging.StreamHandler(console.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_JsonLines() if as_json else logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     shown = {1: "INFO", 2: "DEBUG"}.get(min(console.verbosity, 2), level.upper())
     handler.setLevel("ERROR" if console.quiet else shown)
     logger = logging.getLogger("zbus")

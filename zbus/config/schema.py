@@ -45,13 +45,13 @@ class RoleConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         args, kwargs: Arguments of the engine class.
         mesh: Axis name to size, in row-major order; their product is the world size.
         gpus: GPUs per rank.
-        cpus: CPU cores per rank (sets thread defaults).
-        mem: Memory per rank in bytes; 0 for no limit.
+        cpus: CPU cores per rank, for schedulers that can reserve them.
+        mem: Memory per rank, for schedulers that can limit it; 0 for no limit.
         env: Environment of the ranks, on top of the caller's.
         preload: Modules a template process imports before it forks ranks.
         ports: Extra ports per rank, bound and held by the agent.
         restart: What restarts after a rank died: nothing, that rank, or all ranks.
-        max_restarts, restart_window: At most so many restarts within so many seconds.
+        max_restarts, restart_window: At most so many restarts within this time.
         cwd: Working directory of the ranks; the caller's where not given.
         sys_path: Directories put first on the ranks' import path.
         orphans: What ranks do without a controller: exit, or wait for the next one.
@@ -91,8 +91,8 @@ class SchedulerConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
 
     Attributes:
         type: ``inline`` (in this process, for pdb), ``local`` (processes here), ``external`` (agents started by hand).
-        startup_timeout: Seconds from launch until every rank must be ready.
-        stop_grace: Seconds ranks have to end in order before they are killed.
+        startup_timeout: Time from launch until every rank must be ready.
+        stop_grace: Time that ranks have to end in order before they are killed.
         gpus: GPU indices this run may use; all visible ones where not given.
         transport: ``ipc`` or ``tcp`` on one host.
         bind: Host or address that tcp sockets bind.
@@ -110,20 +110,14 @@ class RpcConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """How calls and liveness behave.
 
     Attributes:
-        timeout: Deadline of a call whose endpoint names none, in seconds.
-        heartbeat: Seconds between heartbeats.
-        suspect_after: Seconds of silence after which a worker is SUSPECT (never killed for it).
-        lease: Seconds a lease lives without being renewed.
-        create_timeout: Seconds one engine creation may take.
-        create_attempts: How often engine creation is tried where that is safe.
+        timeout: Deadline of a call whose endpoint names none.
+        lease: How long the controller's lease lives without being renewed.
+        create_timeout: How long one engine creation may take.
     """
 
     timeout: Duration = 1800.0
-    heartbeat: Duration = 1.0
-    suspect_after: Duration = 5.0
     lease: Duration = 15.0
     create_timeout: Duration = 600.0
-    create_attempts: Positive = 1
 
 
 class TraceConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -159,3 +159,13 @@ def test_a_closed_pipe_is_no_traceback():
     line = f"{sys.executable} -m controller.cli explain | head -c 1"
     done = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+def test_the_page_of_commands_is_current():
+    """docs/reference/cli.md is what controller.reference makes from the command itself."""
+    from pathlib import Path
+
+    from controller.reference import page as commands_page
+
+    file = Path(__file__).resolve().parents[3] / "docs" / "reference" / "cli.md"
+    assert file.read_text(encoding="utf-8") == commands_page()

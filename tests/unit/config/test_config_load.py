@@ -10,6 +10,7 @@ import yaml
 
 from zbus.config import Config, RoleConfig, load_config
 from zbus.config.load import all_keys
+from zbus.config.reference import page
 from zbus.errors import ConfigError
 
 YAML = """\
@@ -80,21 +81,26 @@ def test_later_sources_win_and_every_origin_is_kept(config_file, tmp_path):
     (home / "zbus").mkdir(parents=True)
     (home / "zbus" / "config.toml").write_text('root = "/from-user"\n[rpc]\ntimeout = 1\nlease = 9\n')
     second = tmp_path / "second.yaml"
-    second.write_text("rpc: {timeout: 3, heartbeat: 2s}\nroot: /from-second\n")
+    second.write_text("rpc: {timeout: 3, create_timeout: 2s}\nroot: /from-second\n")
     found = load(
         [config_file, second],
         ["rpc.timeout=5", ("trial=t1", "command line, --trial")],
-        env={"XDG_CONFIG_HOME": str(home), "ZBUS_RPC__TIMEOUT": "4", "ZBUS_RPC__HEARTBEAT": "4s", "ZBUS_TRIAL": "t0"},
+        env={
+            "XDG_CONFIG_HOME": str(home),
+            "ZBUS_RPC__TIMEOUT": "4",
+            "ZBUS_RPC__CREATE_TIMEOUT": "4s",
+            "ZBUS_TRIAL": "t0",
+        },
     )
     config = found.config
-    assert (config.rpc.timeout, config.rpc.heartbeat, config.rpc.lease) == (5.0, 4.0, 9.0)
+    assert (config.rpc.timeout, config.rpc.create_timeout, config.rpc.lease) == (5.0, 4.0, 9.0)
     assert (config.root, config.trial) == ("/from-second", "t1")
     assert found.origin("rpc.timeout") == "override 1"
-    assert found.origin("rpc.heartbeat") == "environment variable ZBUS_RPC__HEARTBEAT"
+    assert found.origin("rpc.create_timeout") == "environment variable ZBUS_RPC__CREATE_TIMEOUT"
     assert found.origin("root") == f"{second}:2"
     assert found.origin("rpc.lease") == f"{home / 'zbus' / 'config.toml'}:4"
     assert found.origin("trial") == "command line, --trial"
-    assert found.origin("rpc.create_timeout") == "default"
+    assert found.origin("scheduler.bind") == "default"
 
 
 def test_files_named_in_the_environment_are_read_first(config_file, tmp_path):
@@ -301,6 +307,14 @@ def test_every_key_is_listed():
     """The list of keys holds sections, leaves and the keys of each role."""
     keys = all_keys(["actor"])
     assert {"experiment", "scheduler.type", "roles.actor.replicas", "rpc.timeout", "params"} <= set(keys)
+
+
+def test_the_page_of_config_keys_is_current():
+    """docs/reference/config.md is what zbus.config.reference makes, and it names every key."""
+    text = (Path(__file__).resolve().parents[3] / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
+    assert text == page()
+    sections = ("roles", "scheduler", "rpc", "trace", "log", "roles.ROLE")
+    assert [key for key in all_keys(["ROLE"]) if f"`{key}`" not in text and key not in sections] == []
 
 
 def test_defaults_make_a_config():
