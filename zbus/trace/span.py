@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, overload
 
+from zbus.trace import tracer as tracer_module
 from zbus.trace.args import freeze_in_place
 from zbus.trace.tracer import COUNTER, FLOW, INSTANT, SPAN, Tracer, current_task_name, get_tracer
 
@@ -29,6 +31,10 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_ASYNCIO: Final = "asyncio.tasks"
+_modules = sys.modules
+_current = tracer_module._current  # noqa: SLF001  # the hot path reads it where it stands
+
 
 class Span:
     """A time span, as a context manager for ``with`` and ``async with``; use each instance once.
@@ -43,7 +49,6 @@ class Span:
         self._name = name
         self._category = category
         self._args = args
-        self._start = 0
 
     def set(self, **args: Any) -> None:
         """Add or replace arguments, known only inside the block."""
@@ -67,7 +72,8 @@ class Span:
             args["error"] = kind.__name__
         if args:
             freeze_in_place(args)
-        tracer.append((SPAN, self._name, self._category, self._start, end, args, current_task_name()))
+        task = current_task_name() if _ASYNCIO in _modules else None
+        tracer.append((SPAN, self._name, self._category, self._start, end, args, task))
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -89,7 +95,7 @@ def span(name: str, /, category: str = "misc", **args: Any) -> Span:
         category: ``compute``, ``comm``, ``io``, ``sync``, ``scheduler``, ``instr``, ``misc`` or any other text.
         **args: Shown with the span; any value is taken (see ``zbus.trace.args``).
     """
-    tracer = get_tracer()
+    tracer = _current.get() or tracer_module._default  # get_tracer, without the call  # noqa: SLF001
     return Span(tracer, name, category, args) if tracer.on else _OFF
 
 
