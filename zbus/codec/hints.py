@@ -32,14 +32,14 @@ def refusal(value: Any) -> tuple[str, str]:
     cls = type(value)
     name = name_of(cls)
     if isinstance(value, enum.Enum):
-        return f"enum {name} is not registered", f"call zbus.codec.register({cls.__name__}) in controller and engine"
+        return f"enum {name} is not registered", f"call zbus.register({cls.__name__}) in controller and engine"
     if dataclasses.is_dataclass(cls):
         return (
             f"dataclass {name} is not registered",
-            f"call zbus.codec.register({cls.__name__}), or use it as a decorator, where both sides import it",
+            f"call zbus.register({cls.__name__}), or use it as a decorator, where both sides import it",
         )
     if isinstance(value, tuple) and hasattr(cls, "_fields"):
-        return f"named tuple {name} is not registered", f"call zbus.codec.register({cls.__name__}), or send tuple(...)"
+        return f"named tuple {name} is not registered", f"call zbus.register({cls.__name__}), or send tuple(...)"
     return f"{name} cannot be carried exactly", _plain_hint(value, cls)
 
 

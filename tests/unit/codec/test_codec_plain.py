@@ -173,9 +173,9 @@ class _Raises:
     ("value", "path", "hint"),
     [
         ([{"batch": Item("a", [1.0, _Number()])}], "$[0]['batch'].weights[1]", "plain data"),
-        ([1, (2, Unregistered())], "$[1][1]", "zbus.codec.register(Unregistered)"),
-        ({"mode": UnregisteredEnum.A}, "$['mode']", "zbus.codec.register(UnregisteredEnum)"),
-        ([UnregisteredPair(1)], "$[0]", "zbus.codec.register(UnregisteredPair)"),
+        ([1, (2, Unregistered())], "$[1][1]", "zbus.register(Unregistered)"),
+        ({"mode": UnregisteredEnum.A}, "$['mode']", "zbus.register(UnregisteredEnum)"),
+        ([UnregisteredPair(1)], "$[0]", "zbus.register(UnregisteredPair)"),
         ({UnregisteredEnum.A: 1}, "$<key <UnregisteredEnum.A: 1>>", "register"),
         ({"a": collections.defaultdict(list)}, "$['a']", "dict(value)"),
         ([_ListChild()], "$[0]", "list(value)"),
