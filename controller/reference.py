@@ -35,7 +35,8 @@ orderly stop too, with 143.
 
 - `job.yaml` or `job.toml`: a config whose `target:` names the driver, `file.py:function` relative to the config, or
   `module:function`. The roles are launched first; the function gets a `run` with `bus`, `config` (the `params`
-  section), `resume`, `trial_dir` and `progress(total, text)`; the mapping it returns becomes the metrics of `summary.json`.
+  section), `resume`, `trial_dir` and `progress(total, text)`; the mapping it returns becomes the metrics in
+  `summary.json`.
 - `module:function` or `file.py:function`: the same, with the roles from `-c FILE`.
 - `script.py`: run as `python script.py` would. A `Controller.launch` in it obeys the options of this command.
 
@@ -80,7 +81,8 @@ def page() -> str:
 
 
 def _table(parameters: list[click.Parameter], context: click.Context) -> list[str]:
-    records = [record for parameter in parameters if (record := parameter.get_help_record(context)) is not None]
+    options = [parameter for parameter in parameters if isinstance(parameter, click.Option)]
+    records = [record for option in options if (record := option.get_help_record(context)) is not None]
     if not records:
         return []
     rows = [f"| `{form.replace('|', ' or ')}` | {' '.join(meaning.split())} |" for form, meaning in records]

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "RunOptions", "execute"]
 
+_log = logging.getLogger("zbus.controller.run")
+
 _STOP_ROOM_S: Final = 2.0
 """What an orderly stop may take beyond the grace of the ranks, before it is forced."""
 
@@ -194,6 +196,7 @@ class _Execution:
         config = self._context.config
         write_atomically(trial.config, self._context.resolved.to_yaml())
         self._logs.enter_context(_file_logging(trial))
+        _log.info("zbus %s runs %s in %s, pid %d", __version__, self._target.text, trial.path, os.getpid())
         self._console.note(
             f"zbus {__version__} · {trial.name} · {config.scheduler.type} · logs, traces: {os.path.relpath(trial.path)}"
         )
@@ -210,7 +213,7 @@ class _Execution:
                 if error is None:
                     error = raised
                 else:
-                    logging.getLogger("zbus").warning("while closing: %s", raised)
+                    _log.warning("while closing: %s", raised)
         return error
 
     def _wants_merge(self, error: BaseException | None) -> bool:
@@ -235,6 +238,7 @@ class _Execution:
         summary.wall_s = time.monotonic() - self._began
         if trial is None:
             return
+        _log.info("ended after %.3f s: %s, exit code %d", summary.wall_s, summary.status, summary.exit_code)
         summary.experiment, summary.trial, summary.trial_dir = trial.experiment, trial.trial, str(trial.path)
         try:
             summary.write(trial)
