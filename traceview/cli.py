@@ -40,7 +40,8 @@ def _print_version(*, as_json: bool) -> None:
         click.echo(f"traceview {number}")
 
 
-def _json_option(function: Callable[..., Any]) -> Callable[..., Any]:
+def _output_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    function = click.option("-q", "--quiet", is_flag=True, help="No warnings and no hints.")(function)
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")(function)
 
 
@@ -71,7 +72,7 @@ def main(context: click.Context, /, *, as_json: bool, version: bool, quiet: bool
 @click.option("--ranks", metavar="0,2-5", default="", help="Only these ranks.")
 @click.option("--all-runs", is_flag=True, help="Keep files of older runs in the same tree.")
 @click.option("--strict", is_flag=True, help="Exit 7 if any data is missing (the output is still written).")
-@_json_option
+@_output_options
 @click.pass_context
 def merge(context: click.Context, /, inputs: tuple[str, ...], **options: Any) -> None:
     """Merge the files of all roles and ranks into one timeline.
@@ -110,7 +111,7 @@ def merge(context: click.Context, /, inputs: tuple[str, ...], **options: Any) ->
 @main.command()
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
 @click.option("--top", type=click.IntRange(1), default=30, show_default=True, help="Rows of the table.")
-@_json_option
+@_output_options
 @click.pass_context
 def stats(context: click.Context, /, inputs: tuple[str, ...], **options: Any) -> None:
     """Show how often and how long each span ran, per role and name."""
@@ -133,7 +134,7 @@ def stats(context: click.Context, /, inputs: tuple[str, ...], **options: Any) ->
 
 @main.command()
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
-@_json_option
+@_output_options
 @click.pass_context
 def validate(context: click.Context, /, inputs: tuple[str, ...], **options: Any) -> None:
     """Check trace files; exit 10 if any data is damaged or missing."""
@@ -158,7 +159,7 @@ def validate(context: click.Context, /, inputs: tuple[str, ...], **options: Any)
 
 
 def _modes(context: click.Context, options: dict[str, Any]) -> tuple[bool, bool]:
-    return options["as_json"] or context.obj["json"], context.obj["quiet"]
+    return options["as_json"] or context.obj["json"], options["quiet"] or context.obj["quiet"]
 
 
 def _ledger(*, quiet: bool) -> Problems:

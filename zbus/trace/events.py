@@ -44,14 +44,16 @@ class Event(msgspec.Struct, omit_defaults=True):
 _encoder = msgspec.json.Encoder(order=None)
 
 
-def call_id(session: bytes, incarnation: int, lane: str, seq: int) -> str:
+def call_id(session: bytes, worker: str, incarnation: int, lane: str, seq: int) -> str:
     """Return the id of a call, equal on both sides and for every attempt: 16 hex digits."""
-    return _hash(b"call", session, incarnation, lane, seq)[:16]
+    return _hash(b"call", session, str(worker), incarnation, lane, seq)[:16]
 
 
-def bus_flow_ids(session: bytes, incarnation: int, lane: str, seq: int, attempt: int) -> tuple[str, str]:
+def bus_flow_ids(  # as the records
+    session: bytes, worker: str, incarnation: int, lane: str, seq: int, attempt: int
+) -> tuple[str, str]:
     """Return the arrow ids (request, reply) of one attempt of a call, equal on both sides."""
-    both = _hash(b"flow", session, incarnation, lane, seq, attempt)
+    both = _hash(b"flow", session, str(worker), incarnation, lane, seq, attempt)
     return f"0x{both[:16]}", f"0x{both[16:]}"
 
 
@@ -165,11 +167,11 @@ class Expander:
         _, session, worker, incarnation, lane, seq, attempt, method, *rest = record
         submit, encoded, sent, reply, decoded, bytes_out, bytes_in, outcome = rest
         tid = self._row(f"→ {worker} {lane}", out)
-        call = call_id(session, incarnation, lane, seq)
+        call = call_id(session, worker, incarnation, lane, seq)
         whole = self._span(out, f"call {method}", (submit, decoded), tid, call)
         whole.args = {"kind": "client", "call": call, "method": method, "worker": str(worker), "lane": lane, "seq": seq}
         whole.args |= {"attempt": attempt, "outcome": outcome, "bytes_out": bytes_out, "bytes_in": bytes_in}
-        request, answer = bus_flow_ids(session, incarnation, lane, seq, attempt)
+        request, answer = bus_flow_ids(session, worker, incarnation, lane, seq, attempt)
         if encoded:
             part = self._span(out, "encode", (submit, encoded), tid, call)
             part.args = {"kind": "encode", "call": call}
@@ -188,8 +190,8 @@ class Expander:
     def _server(self, record: Record, tid: int, out: list[Event]) -> None:
         _, session, worker, incarnation, lane, seq, attempt, method, *rest = record
         arrived, start, decoded, run_end, encoded, outcome, task = rest
-        call = call_id(session, incarnation, lane, seq)
-        request, answer = bus_flow_ids(session, incarnation, lane, seq, attempt)
+        call = call_id(session, worker, incarnation, lane, seq)
+        request, answer = bus_flow_ids(session, worker, incarnation, lane, seq, attempt)
         end = start or decoded or run_end or encoded or arrived
         queue = self._span(out, f"queue {method}", (arrived, end), self._row(f"queue {lane}", out), call)
         queue.args = {"kind": "queue", "call": call, "method": method, "worker": str(worker), "lane": lane, "seq": seq}

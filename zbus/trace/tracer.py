@@ -169,8 +169,8 @@ class Tracer:
         """Record the caller's side of one call, once, when its outcome is known; ask ``rpc`` first.
 
         Times are ``monotonic_ns``; 0 says that the phase never came (not sent, no reply). ``t_decoded`` is when the
-        outcome was ready. ``session``, ``incarnation``, ``lane``, ``seq`` and ``attempt`` must equal those of
-        ``bus_server``: the arrow between the two is a hash of them. Sizes are in bytes.
+        outcome was ready. ``session``, ``worker``, ``incarnation``, ``lane``, ``seq`` and ``attempt`` must
+        equal those of ``bus_server``: the arrow between the two is a hash of them. Sizes are in bytes.
         """
         self.append(
             (

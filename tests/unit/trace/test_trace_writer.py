@@ -384,7 +384,7 @@ def test_one_record_per_side_becomes_all_phases_of_the_call(tmp_path):
     events = bus_events(path)
     kinds = ["client", "encode", "send", "wire", "return", "queue", "decode", "run", "reply"]
     assert [e["args"]["kind"] for e in events] == kinds
-    assert {e["args"]["call"] for e in events} == {call_id(SESSION, 77, "main", 5)}
+    assert {e["args"]["call"] for e in events} == {call_id(SESSION, "actor/3", 77, "main", 5)}
     whole = events[0]
     assert (whole["name"], whole["dur"], whole["args"]["bytes_out"]) == ("call train", 10.0, 100)
     for part in events[1:5]:
@@ -399,11 +399,11 @@ def test_arrows_join_both_sides_by_a_hash_of_the_ids(tmp_path):
     trace.reset()
     out = {e["bind_id"]: e["args"]["kind"] for e in bus_events(path) if e.get("flow_out")}
     into = {e["bind_id"]: e["args"]["kind"] for e in bus_events(path) if e.get("flow_in")}
-    request, answer = bus_flow_ids(SESSION, 77, "main", 5, 1)
+    request, answer = bus_flow_ids(SESSION, "actor/3", 77, "main", 5, 1)
     assert out == {request: "wire", answer: "reply"}
     assert into == {request: "queue", answer: "return"}
-    ids = {flow for attempt in range(1, 100) for flow in bus_flow_ids(SESSION, 77, "main", 5, attempt)}
-    assert len(ids) == 198
+    ids = {f for w in "ab" for attempt in range(1, 100) for f in bus_flow_ids(SESSION, w, 77, "main", 5, attempt)}
+    assert len(ids) == 2 * 198
 
 
 def test_phases_that_never_came_are_left_out(tmp_path):

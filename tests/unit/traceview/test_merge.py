@@ -370,7 +370,7 @@ def record_run(root: Path, calls: int) -> None:
         for rank in range(2):
             at = start + n * 1000
             for attempt in (1, 2) if n == 3 else (1,):
-                ids = (session, f"actor/{rank}", 9 + rank, "main", n, attempt, "train")
+                ids = (session, f"actor/{rank}", 9, "main", n, attempt, "train")
                 done = (at + 5000, at + 5100, 10, 20, "OK")
                 writers["controller", 0].tracer.bus_client(*ids, at, at + 100, at + 200, *done)
                 writers["actor", rank].tracer.bus_server(*ids, at + 300, at + 400, at + 450, at + 490, at + 499, "OK")
