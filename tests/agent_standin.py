@@ -140,6 +140,13 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["agent", options]:
             sys.exit(_agent(options))
+        case ["cli", *arguments]:  # the real command line, with ranks that misbehave
+            import workers.agent
+
+            workers.agent.AgentConfig.__init__.__kwdefaults__["worker_main"] = rank_main
+            from workers.cli import main
+
+            main(arguments)
         case ["rank"]:
             sys.exit(rank_main(RankSpec.from_json(os.environ.pop(SPEC_VARIABLE))))
         case ["controller", trial_dir, jobs]:

@@ -117,7 +117,7 @@ def test_a_dead_agents_rank_can_be_taken_over(kit: AgentKit) -> None:
 
 
 def test_an_agent_may_start_before_its_controller(kit: AgentKit) -> None:
-    """It waits for a living controller with its job and says for what; a dead one's job does not count (rows 50, 74)."""
+    """It waits for a living controller and its job and says why; a dead one's job does not count (rows 50, 74)."""
     dead = kit.controller(kit.job("print:old"))
     dead.kill()
     dead.wait()
