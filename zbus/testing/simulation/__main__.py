@@ -1,0 +1,44 @@
+"""``python -m zbus.testing.simulation``: runs seeds and prints what happened."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from zbus.testing.simulation.runner import Report, replay, run_for
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; 0 if every rule held, 1 if one was broken."""
+    parser = argparse.ArgumentParser(prog="python -m zbus.testing.simulation", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long to run seeds (default 10)")
+    parser.add_argument("--seed", type=int, default=0, help="first seed (default 0)")
+    parser.add_argument("--size", choices=("small", "large", "mixed"), default="small", help="size of the runs")
+    parser.add_argument("--failures", type=int, default=1, help="stop after so many failing seeds (default 1)")
+    parser.add_argument("--replay", type=int, metavar="SEED", help="play one seed and tell its story")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(arguments)
+    if options.replay is not None:
+        size = "small" if options.size == "mixed" else options.size
+        print(failure := replay(options.replay, size, lines=1000))  # noqa: T201
+        return int(failure.rule != "none")
+    report = run_for(options.seconds, options.seed, options.size, stop_after=options.failures)
+    print(json.dumps(report.as_json(), indent=1) if options.json else _text(report))  # noqa: T201
+    return int(bool(report.failures))
+
+
+def _text(report: Report) -> str:
+    lines = [f"{failure}\n" for failure in report.failures]
+    lines += [f"{number:10d}  {name}" for name, number in report.coverage().items()]
+    lines.append(
+        f"{report.runs} runs, {report.events} events, {len(report.failures)} violations in {report.seconds:.1f} s "
+        f"({report.runs / max(1e-9, report.seconds):.0f} runs/s)"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

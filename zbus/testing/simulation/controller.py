@@ -1,0 +1,336 @@
+"""A controller of the simulation: the same machines as ``zbus.transport.client``, in a shell without sockets.
+
+Whatever the client does between a message and its machines stands here once more, in the same order. When the client
+changes, this file changes with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from zbus.protocol.caller import CallerLane
+from zbus.protocol.liveness import LinkMachine, LinkState
+from zbus.protocol.messages import Buffers, Chunk, Effect, Finish, Header, Kind, SendTo, Status
+from zbus.testing.simulation.ledger import Call, Violation
+
+if TYPE_CHECKING:
+    from zbus.testing.simulation.network import Connection
+    from zbus.testing.simulation.worker import SimWorker
+    from zbus.testing.simulation.world import World
+
+__all__ = ["SimController", "SimLane", "SimLink", "SimPeer"]
+
+_NEVER: Final = 1 << 62
+_RANK: Final = {
+    LinkState.READY: 0,
+    LinkState.HANDSHAKING: 1,
+    LinkState.CONNECTING: 2,
+    LinkState.SUSPECT: 3,
+    LinkState.DEAD: 4,
+}
+_REFUSALS: Final = (Status.NO_SESSION, Status.FENCED_EPOCH, Status.FENCED_INCARNATION, Status.DRAINING)
+
+
+class SimLane:
+    """One lane of a peer: its machine and the calls that wait for an outcome."""
+
+    __slots__ = ("calls", "link", "machine")
+
+    def __init__(self, machine: CallerLane, link: SimLink) -> None:
+        self.machine = machine
+        self.link = link
+        self.calls: dict[int, Call] = {}
+
+
+class SimLink:
+    """One connection, again and again, to one of a peer's sockets."""
+
+    __slots__ = ("address", "connection", "controller", "lanes", "machine", "name", "peer")
+
+    def __init__(self, controller: SimController, peer: SimPeer, name: str, address: int) -> None:
+        self.controller = controller
+        self.peer = peer
+        self.name = name
+        self.address = address
+        self.machine = LinkMachine(controller.world.now, hello_every_ns=controller.world.hello_every)
+        self.lanes: dict[str, SimLane] = {}
+        self.connection: Connection | None = None
+
+    def on_link_up(self) -> None:
+        """As the client's link."""
+        now = self.controller.world.now
+        self.machine.link_up(now)
+        self.say_hello(now)
+        self.peer.refresh()
+
+    def on_link_down(self, why: str) -> None:
+        """As the client's link."""
+        self.machine.link_down(self.controller.world.now, why)
+        for lane in self.lanes.values():
+            lane.machine.on_disconnected()
+        self.peer.refresh()
+
+    def say_hello(self, now: int) -> None:
+        """As the client's link."""
+        controller = self.controller
+        self.send(Header(Kind.HELLO, controller.session, controller.epoch, self.peer.incarnation, self.name))
+        self.machine.hello_sent(now)
+        controller.note_due(self.machine.hello_due)
+
+    def send(self, header: Header, buffers: Buffers = ()) -> None:
+        """Hand a message to the network; without a connection it is lost, as the cleared outbox of the client."""
+        self.controller.world.network.send(self.connection, 1, header, buffers)
+
+    def on_message(self, header: Header, buffers: Buffers) -> None:
+        """As the client's link."""
+        controller = self.controller
+        kind = header.kind
+        if header.session != controller.session:
+            controller.world.covered["foreign session"] += 1
+        elif kind == Kind.WELCOME:
+            self._on_welcome(buffers)
+        elif kind == Kind.NACK and header.status in _REFUSALS:
+            self._on_refusal(header)
+        else:
+            lane = self.lanes.get(header.lane)
+            if lane is None or header.incarnation != self.peer.incarnation:
+                controller.world.covered["foreign lane"] += 1
+                return
+            controller.run(lane, lane.machine.receive(header, buffers, controller.world.now))
+
+    def _on_welcome(self, buffers: Buffers) -> None:
+        now = self.controller.world.now
+        again = not self.machine.welcomed(now)
+        if not again:
+            cursors = self.controller.world.cursors(buffers)
+            for lane in self.lanes.values():
+                self.controller.run(lane, lane.machine.on_connected(cursors.get(lane.machine.lane, 0), now))
+        self.peer.refresh()
+
+    def _on_refusal(self, header: Header) -> None:
+        world = self.controller.world
+        world.covered["refused", header.status, self.machine.state.value] += 1
+        if header.status == Status.NO_SESSION:
+            self.machine.link_down(world.now, "the worker no longer knows this session")
+            self.machine.link_up(world.now)
+            for lane in self.lanes.values():
+                lane.machine.on_disconnected()
+            self.say_hello(world.now)
+            self.peer.refresh()
+            return
+        self.controller.declare_dead(self.peer, reason="fenced", evidence="it refused the session")
+
+
+class SimPeer:
+    """One incarnation of one worker as one controller sees it."""
+
+    __slots__ = ("controller", "incarnation", "links", "slot", "state", "worker")
+
+    def __init__(self, controller: SimController, worker: SimWorker) -> None:
+        self.controller = controller
+        self.worker = worker
+        self.slot = worker.slot
+        self.incarnation = worker.incarnation
+        self.state = LinkState.CONNECTING
+        self.links: dict[str, SimLink] = {}
+
+    def refresh(self) -> None:
+        """Recompute the state from the links."""
+        state = max((link.machine.state for link in self.links.values()), key=_RANK.__getitem__)
+        if state is not self.state:
+            self.controller.world.covered["peer", self.state.value, state.value] += 1
+            self.state = state
+
+
+class SimController:
+    """One session with its peers."""
+
+    __slots__ = ("_due", "alive", "epoch", "paused_until", "peers", "session", "was_paused", "world")
+
+    def __init__(self, world: World, number: int, epoch: int) -> None:
+        self.world = world
+        self.session = number.to_bytes(16, "big")
+        self.epoch = epoch
+        self.alive = True
+        self.paused_until = 0
+        self.was_paused = False
+        self.peers: list[SimPeer] = []
+        self._due = _NEVER
+
+    def __repr__(self) -> str:
+        return f"controller {self.session[-1]} (epoch {self.epoch})"
+
+    def connect(self, worker: SimWorker) -> None:
+        """Open the links to an incarnation found in the registry."""
+        peer = SimPeer(self, worker)
+        for name in self.world.link_names:
+            peer.links[name] = SimLink(self, peer, name, worker.address)
+        self.peers.append(peer)
+        for link in peer.links.values():
+            self.world.reconnect(link)
+
+    def current(self) -> list[SimPeer]:
+        """Return the newest peer of each worker name, in order of names."""
+        newest = {peer.slot: peer for peer in sorted(self.peers, key=lambda peer: peer.incarnation)}
+        return [newest[slot] for slot in sorted(newest)]
+
+    def place(
+        self, members: list[SimPeer], lane_name: str, token: bytes, count: int, deadline: int | None, batch: int, *,
+        strict: bool, stream: bool,
+    ) -> list[tuple[SimPeer, int]] | None:  # fmt: skip
+        """Place atomically as the client does; None if some member is not READY."""
+        for peer in members:
+            if peer.state is not LinkState.READY:
+                return None
+        world = self.world
+        now = world.now
+        placed = []
+        for peer in members:
+            lane = self._lane(peer, lane_name)
+            machine = lane.machine
+            seq = machine.next_seq
+            for index in range(count):
+                call = Call(
+                    (peer.incarnation, self.session, lane_name, seq + index), token, batch, index, count, deadline,
+                    now, stream=stream, strict=strict,
+                )  # fmt: skip
+                lane.calls[seq + index] = call
+                world.ledger.placed(call)
+            _, effects = machine.place((token,), count, len(token), deadline, now, strict=strict)
+            self.run(lane, effects)
+            placed.append((peer, seq))
+            self.note_due(machine.next_timer())
+        return placed
+
+    def cancel(self, placed: list[tuple[SimPeer, int]], lane_name: str, count: int) -> None:
+        """Cancel a placed batch, as the client does."""
+        if not self._ready_to_act(self.cancel, placed, lane_name, count):
+            return
+        for peer, seq in placed:
+            lane = self._lane(peer, lane_name)
+            for index in range(count):
+                self.world.ledger.calls[peer.incarnation, self.session, lane_name, seq + index].cancelled = True
+            self.run(lane, lane.machine.cancel(seq, self.world.now))
+
+    def consumed(self, lane: SimLane, seq: int, upto: int) -> None:
+        """Give stream credit, as the client does."""
+        if self._ready_to_act(self.consumed, lane, seq, upto):
+            self.run(lane, lane.machine.consumed(seq, upto))
+
+    def declare_dead(self, peer: SimPeer, reason: str, evidence: str) -> None:
+        """Settle a peer, as the client does."""
+        now = self.world.now
+        for link in peer.links.values():
+            if link.machine.dead(now, reason, evidence):
+                for lane in link.lanes.values():
+                    self.run(lane, lane.machine.on_dead(reason, evidence))
+        peer.refresh()
+
+    def observe_end(self, incarnation: int, reason: str) -> None:
+        """Learn from the registry that an incarnation is over."""
+        if not self._ready_to_act(self.observe_end, incarnation, reason):
+            return
+        for peer in self.peers:
+            if peer.incarnation == incarnation:
+                self.declare_dead(peer, reason, "its exit record" if reason == "worker_exit" else "its lease ran out")
+
+    def discover(self, worker: SimWorker) -> None:
+        """Learn of a new incarnation from the registry."""
+        if self._ready_to_act(self.discover, worker):
+            self.world.covered["discovered"] += 1
+            self.connect(worker)
+
+    def run(self, lane: SimLane, effects: list[Effect]) -> None:
+        """Do what a lane's machine asks, as the client does."""
+        world = self.world
+        for effect in effects:
+            kind = type(effect)
+            if kind is SendTo:
+                lane.link.send(effect.header, effect.buffers)  # type: ignore[union-attr]
+            elif kind is Finish:
+                self._finish(lane, effect)  # type: ignore[arg-type]
+            elif kind is Chunk:
+                self._chunk(lane, effect)  # type: ignore[arg-type]
+        lane.machine.validate()
+        self.note_due(lane.machine.next_timer())
+        if world.story is not None:
+            for effect in effects:
+                if type(effect) is Finish:
+                    world.tell(f"{self} is told {lane.machine.lane}/{effect.seq}: {effect.outcome}")
+
+    def note_due(self, due: int) -> None:
+        """Have ``tick`` called in time."""
+        if due < self._due:
+            self._due = due
+            self.world.at(due, self.tick, due)
+
+    def tick(self, due: int) -> None:
+        """As the client's ticker."""
+        if due != self._due or not self.alive:
+            return
+        world = self.world
+        now = world.now
+        if self.paused_until > now:
+            self._due = self.paused_until
+            world.at(self.paused_until, self.tick, self.paused_until)
+            return
+        self._due = _NEVER
+        next_due = _NEVER
+        for peer in self.peers:
+            for link in peer.links.values():
+                if link.machine.hello_due <= now:
+                    link.say_hello(now)
+                next_due = min(next_due, link.machine.hello_due)
+                for lane in link.lanes.values():
+                    if lane.machine.next_timer() <= now:
+                        self.run(lane, lane.machine.on_timer(now))
+                    next_due = min(next_due, lane.machine.next_timer())
+        self.note_due(next_due)
+
+    def settled(self) -> bool:
+        """Whether every lane to a living peer has all its places back."""
+        for peer in self.peers:
+            if peer.state is LinkState.DEAD:
+                continue
+            for link in peer.links.values():
+                for lane in link.lanes.values():
+                    if lane.machine.outstanding:
+                        return False
+        return True
+
+    def _lane(self, peer: SimPeer, name: str) -> SimLane:
+        link = peer.links.get("ctl" if name == "ctl" else "main") or peer.links["main"]
+        lane = link.lanes.get(name)
+        if lane is None:
+            knobs = self.world.knobs
+            machine = CallerLane(
+                self.session, self.epoch, peer.incarnation, name,
+                window_calls=knobs.window_calls, window_bytes=knobs.window_bytes, timing=self.world.timing,
+            )  # fmt: skip
+            lane = link.lanes[name] = SimLane(machine, link)
+            if link.machine.state is LinkState.READY:
+                machine.on_connected(0, self.world.now)
+        return lane
+
+    def _finish(self, lane: SimLane, effect: Finish) -> None:
+        call = lane.calls.pop(effect.seq, None)
+        if call is None:
+            raise Violation("I1", f"{lane.machine.lane}/{effect.seq} gets {effect.outcome} after its outcome")
+        grace = None if self.was_paused else self.world.timing.cancel_grace
+        self.world.ledger.finished(call, effect.outcome, self.world.now, grace=grace)
+
+    def _chunk(self, lane: SimLane, effect: Chunk) -> None:
+        call = lane.calls.get(effect.seq)
+        if call is None:
+            raise Violation("I1", f"{lane.machine.lane}/{effect.seq} delivers an item after its outcome")
+        self.world.ledger.chunk(call, effect.number, effect.buffers)
+        self.world.after(self.world.knobs.delay, self.consumed, lane, effect.seq, effect.number + 1)
+
+    def _ready_to_act(self, method: Any, *args: Any) -> bool:
+        """Whether this process runs now; if it is stopped, the call is made when it goes on."""
+        if not self.alive:
+            return False
+        if self.paused_until > self.world.now:
+            self.world.at(self.paused_until, method, *args)
+            return False
+        return True

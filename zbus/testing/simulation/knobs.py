@@ -1,0 +1,168 @@
+"""What one run is made of: drawn from its seed, each fault on or off and at its own rate (swarm testing).
+
+A run in which every fault happens all the time explores little: most of its calls die the same way. So each run
+switches faults on and off at random, and about one run in twelve has none at all (invariant I10 looks at those).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+__all__ = ["MS", "Knobs", "draw"]
+
+MS: Final = 1_000_000
+"""Nanoseconds in a millisecond."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """One run's size and faults. Times in nanoseconds, rates between 0 and 1, counts per run.
+
+    Attributes:
+        workers: Worker names.
+        requests: Placements that the program tries.
+        span: Placements and faults happen in the first ``span``; afterwards the network is whole.
+        delay: Shortest time of a message on its way.
+        jitter: What is added to it at most.
+        loss: Share of messages that vanish on a living connection (harsher than TCP).
+        duplicate: Share of messages that come again, later, even after their connection is gone.
+        ghost: Share of messages in flight that arrive although their connection broke.
+        coalesce: Share of breaks that the caller notices only by the new connection.
+        breaks: Broken connections.
+        crashes: Workers killed at a random time.
+        crash_effects: Workers killed after a random effect.
+        partitions: Workers cut off, in one or both directions.
+        leases: Of these, how many last until the lease runs out and a replacement starts.
+        pauses: Processes stopped for a while.
+        takeovers: Controllers replaced by one with a higher epoch.
+        zombie: Share of replaced controllers that go on talking instead of dying.
+        drains: Workers told to stop after what runs.
+        cancel: Share of requests cancelled at a random time.
+        deadline: Share of requests with a deadline that may pass.
+        batch: Share of requests with several calls.
+        strict: Share of batches that are strict.
+        app_error: Share of calls that raise.
+        stream: Share of requests that stream.
+        group: Share of requests that go to more than one worker.
+        lanes: Lanes in use.
+        window_calls: The caller's window.
+        window_bytes: Its window in bytes.
+        callee_window: The callee's window.
+        run: Longest ordinary run time of a call.
+        slow: Share of calls that run ten times longer.
+        same_address: A new incarnation answers at the address of the old one.
+        wire: Messages pass through their bytes.
+    """
+
+    workers: int
+    requests: int
+    span: int
+    delay: int
+    jitter: int
+    loss: float
+    duplicate: float
+    ghost: float
+    coalesce: float
+    breaks: int
+    crashes: int
+    crash_effects: int
+    partitions: int
+    leases: int
+    pauses: int
+    takeovers: int
+    zombie: float
+    drains: int
+    cancel: float
+    deadline: float
+    batch: float
+    strict: float
+    app_error: float
+    stream: float
+    group: float
+    lanes: tuple[str, ...]
+    window_calls: int
+    window_bytes: int
+    callee_window: int
+    run: int
+    slow: float
+    same_address: bool
+    wire: bool
+
+    @property
+    def faultless(self) -> bool:
+        """Whether nothing disturbs the run, so that nothing may be sent twice."""
+        return not (
+            self.loss
+            or self.duplicate
+            or self.breaks
+            or self.crashes
+            or self.crash_effects
+            or self.partitions
+            or self.pauses
+            or self.takeovers
+            or self.drains
+            or self.callee_window < self.window_calls
+        )
+
+
+_LANES: Final = (("main",), ("main",), ("main", "side"), ("main", "ctl"), ("main", "side", "ctl"))
+
+
+def draw(rng: Random, size: str = "small") -> Knobs:
+    """Draw the knobs of one run.
+
+    Args:
+        rng: The run's generator.
+        size: ``small`` (a few calls, for millions of schedules) or ``large`` (deep histories).
+    """
+    r = rng.random
+    large = size == "large"
+    scale = 4 if large else 1
+    calm = r() < 0.08
+    on = 0.0 if calm else 0.35
+
+    def rate(top: float, share: float = 1.0) -> float:
+        return r() * top if r() < on * share else 0.0
+
+    def count(top: int, share: float = 1.0) -> int:
+        return 1 + int(r() * top * scale) if r() < on * share else 0
+
+    partitions = count(2, 0.6)
+    window = (2, 4, 8, 64)[int(r() * 4)]
+    return Knobs(
+        workers=1 + int(r() * (4 if large else 2.5)),
+        requests=1 + int(r() * (40 if large else 3)),
+        span=int((60 + r() * 300) * MS) * (3 if large else 1),
+        delay=int((0.05 + r() * 4) * MS),
+        jitter=int(r() * r() * 40 * MS),
+        loss=rate(0.4),
+        duplicate=rate(0.5),
+        ghost=r(),
+        coalesce=rate(0.7),
+        breaks=count(3),
+        crashes=count(1, 0.8),
+        crash_effects=count(1, 0.5),
+        partitions=partitions,
+        leases=int(r() * (partitions + 1)),
+        pauses=count(2, 0.6),
+        takeovers=count(1, 0.5),
+        zombie=r(),
+        drains=count(1, 0.25),
+        cancel=rate(0.6, 2.0) if not calm else r() * 0.2,
+        deadline=rate(0.8, 2.0) if not calm else 0.0,
+        batch=r() * 0.7,
+        strict=r(),
+        app_error=r() * 0.4,
+        stream=r() * 0.5 if r() < 0.3 else 0.0,
+        group=r(),
+        lanes=_LANES[int(r() * len(_LANES))],
+        window_calls=window,
+        window_bytes=(40, 400, 1 << 30)[int(r() * 3)],
+        callee_window=window if r() < 0.85 or calm else max(1, window // 2),
+        run=int(r() * r() * 120 * MS),
+        slow=rate(0.3),
+        same_address=r() < 0.5,
+        wire=r() < 0.1,
+    )

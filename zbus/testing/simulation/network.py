@@ -1,0 +1,122 @@
+"""A network of ordered connections that lose, repeat, delay and break, and what may come out of a dead one.
+
+Within one connection order holds, as in TCP, until it breaks. Two things are harsher than TCP: a message may vanish
+from a living connection, and a copy of it may arrive at any later time, also after the connection is gone (a queue
+inside libzmq can still hold it).
+"""
+
+from __future__ import annotations
+
+from heapq import heappush
+from typing import TYPE_CHECKING, Any
+
+from zbus.protocol import frames
+from zbus.protocol.messages import Buffers, Header
+from zbus.testing.simulation.knobs import MS
+
+if TYPE_CHECKING:
+    from zbus.testing.simulation.controller import SimLink
+    from zbus.testing.simulation.worker import SimWorker
+    from zbus.testing.simulation.world import World
+
+__all__ = ["Connection", "Network"]
+
+
+class Connection:
+    """One connection of a caller's link to a worker; ``peer`` is its routing id."""
+
+    __slots__ = ("alive", "blocked", "last", "link", "peer", "worker")
+
+    def __init__(self, link: SimLink, worker: SimWorker, peer: bytes) -> None:
+        self.link = link
+        self.worker = worker
+        self.peer = peer
+        self.alive = True
+        self.last = [0, 0]  # when the last message arrives: at the caller, at the worker
+        self.blocked = [0, 0]  # nothing arrives before
+
+    def __repr__(self) -> str:
+        return f"connection {int.from_bytes(self.peer, 'big')}"
+
+
+class Network:
+    """All connections of one run."""
+
+    __slots__ = ("_made", "_world", "by_peer")
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._made = 0
+        self.by_peer: dict[bytes, Connection] = {}
+
+    def connect(self, link: SimLink, worker: SimWorker) -> Connection:
+        """Make a connection between a link and a living worker."""
+        self._made += 1
+        peer = self._made.to_bytes(5, "big")
+        connection = self.by_peer[peer] = Connection(link, worker, peer)
+        connection.blocked[0] = worker.blocked[0]
+        connection.blocked[1] = worker.blocked[1]
+        return connection
+
+    def send(self, connection: Connection | None, side: int, header: Header, buffers: Buffers) -> None:
+        """Send a message to ``side`` (0 the caller, 1 the worker)."""
+        world = self._world
+        covered = world.covered
+        covered[header.kind, header.status] += 1
+        if connection is None or not connection.alive:
+            covered["unroutable"] += 1
+            return
+        knobs = world.knobs
+        message: Any = frames.encode(header, buffers) if knobs.wire else (header, buffers)
+        now = world.now
+        when = now + knobs.delay
+        if knobs.jitter:
+            when += int(world.random() * knobs.jitter)
+        if world.faulty:
+            if knobs.duplicate and world.random() < knobs.duplicate:
+                covered["fault", "duplicate"] += 1
+                late = when + int(world.random() ** 3 * 400 * MS)
+                heappush(world.heap, (late, world.next_number(), self._arrive, (connection, side, message, True)))
+            if knobs.loss and world.random() < knobs.loss:
+                covered["fault", "loss"] += 1
+                if world.story is not None:
+                    world.tell(f"lost on {connection}: {_words(header)}")
+                return
+        when = max(when, connection.last[side], connection.blocked[side])
+        connection.last[side] = when
+        heappush(world.heap, (when, world.next_number(), self._arrive, (connection, side, message, False)))
+
+    def broke(self, connection: Connection) -> None:
+        """Break a connection: nothing more is sent on it."""
+        connection.alive = False
+
+    def _arrive(self, connection: Connection, side: int, message: Any, late: bool) -> None:  # noqa: FBT001  # event
+        world = self._world
+        if not connection.alive:
+            if not late and world.random() >= world.knobs.ghost:
+                world.covered["fault", "lost in a break"] += 1
+                return
+            world.covered["fault", "from a dead connection"] += 1
+        node: Any = connection.worker if side else connection.link.controller
+        if not node.alive:
+            return
+        if node.paused_until > world.now:
+            heappush(
+                world.heap, (node.paused_until, world.next_number(), self._arrive, (connection, side, message, late))
+            )
+            return
+        header, buffers = frames.decode(message) if world.knobs.wire else message
+        if world.story is not None:
+            world.tell(f"{node} gets {_words(header)} on {connection}{' (late copy)' if late else ''}")
+        if side:
+            connection.worker.on_message(connection, header, buffers)
+        else:
+            connection.link.on_message(header, buffers)
+
+
+def _words(header: Header) -> str:
+    from zbus.protocol.messages import Kind, Status  # noqa: PLC0415
+
+    status = f" {Status(header.status).name}" if header.status else ""
+    span = f"{header.seq}" if header.calls == 1 else f"{header.seq}+{header.calls}"
+    return f"{Kind(header.kind).name}{status} {header.lane}/{span} attempt {header.attempt} floor {header.floor}"

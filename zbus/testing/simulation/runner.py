@@ -1,0 +1,147 @@
+"""Runs seeds: one at a time, many for a while, and what to print when one fails."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from zbus.protocol.messages import Kind, Status
+from zbus.testing.simulation.ledger import Violation
+from zbus.testing.simulation.world import World
+
+__all__ = ["Failure", "Report", "replay", "run_seed", "run_seeds", "run_for"]
+
+STORY_LINES: Final = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A seed that broke a rule: which, how, and the last events before it."""
+
+    seed: int
+    size: str
+    rule: str
+    text: str
+    story: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        """The command that plays it again."""
+        return f"python -m zbus.testing.simulation --replay {self.seed} --size {self.size}"
+
+    def __str__(self) -> str:
+        lines = "\n".join(f"  {line}" for line in self.story)
+        return f"seed {self.seed} ({self.size}) broke {self.rule}: {self.text}\n{lines}\nreplay: {self.command}"
+
+
+@dataclass(slots=True)
+class Report:
+    """What a series of runs did.
+
+    Attributes:
+        runs: Number of runs.
+        events: Events in all of them.
+        seconds: Wall time spent.
+        failures: Broken rules; the series stops at the first ones.
+        covered: How often each fault, message and outcome happened.
+    """
+
+    runs: int = 0
+    events: int = 0
+    seconds: float = 0.0
+    failures: list[Failure] = field(default_factory=list)
+    covered: dict[object, int] = field(default_factory=lambda: defaultdict(int))
+
+    def coverage(self) -> dict[str, int]:
+        """Return the counters by readable names, sorted."""
+        return dict(sorted((_name(key), number) for key, number in self.covered.items()))
+
+    def as_json(self) -> dict[str, object]:
+        """Return what ``--json`` prints."""
+        return {
+            "runs": self.runs,
+            "events": self.events,
+            "events_per_run": round(self.events / max(1, self.runs), 1),
+            "seconds": round(self.seconds, 3),
+            "runs_per_s": round(self.runs / max(1e-9, self.seconds), 1),
+            "violations": [
+                {"seed": failure.seed, "size": failure.size, "rule": failure.rule, "text": failure.text,
+                 "replay": failure.command}
+                for failure in self.failures
+            ],
+            "coverage": self.coverage(),
+        }  # fmt: skip
+
+
+def run_seed(seed: int, size: str = "small", *, report: Report | None = None) -> Failure | None:
+    """Play one run; None if every rule held. A failing run is played again to tell its story."""
+    report = Report() if report is None else report
+    world = World(seed, size, report.covered)
+    report.runs += 1
+    try:
+        world.run()
+    except Exception:  # noqa: BLE001  # whatever a machine raises is a failure of that seed
+        failure = replay(seed, size)
+        report.failures.append(failure)
+        return failure
+    report.events += world.events
+    return None
+
+
+def replay(seed: int, size: str = "small", *, lines: int = STORY_LINES) -> Failure:
+    """Play a failing run again and return it with its story; a run that holds has the rule ``none``."""
+    story: deque[str] = deque(maxlen=lines)
+    world = World(seed, size, defaultdict(int), story)
+    try:
+        world.run()
+    except Violation as error:
+        return Failure(seed, size, error.rule, str(error), tuple(story))
+    except Exception as error:  # noqa: BLE001  # as above
+        rule = "validate" if isinstance(error, AssertionError) else type(error).__name__
+        return Failure(seed, size, rule, f"{rule}: {error}{_where(error)}", tuple(story))
+    return Failure(seed, size, "none", f"nothing was broken; {world.knobs}", tuple(story))
+
+
+def run_seeds(seeds: Iterable[int], size: str = "small", *, stop_after: int = 1) -> Report:
+    """Play the given seeds; stop after some failures."""
+    report = Report()
+    began = time.perf_counter()
+    for seed in seeds:
+        if run_seed(seed, size, report=report) is not None and len(report.failures) >= stop_after:
+            break
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def run_for(seconds: float, first_seed: int = 0, size: str = "small", *, stop_after: int = 1) -> Report:
+    """Play seeds from ``first_seed`` on for a while; every 16th run is large when ``size`` is ``mixed``."""
+    report = Report()
+    began = time.perf_counter()
+    seed = first_seed
+    while time.perf_counter() - began < seconds:
+        this = ("large" if seed % 16 == 0 else "small") if size == "mixed" else size
+        if run_seed(seed, this, report=report) is not None and len(report.failures) >= stop_after:
+            break
+        seed += 1
+    report.seconds = time.perf_counter() - began
+    return report
+
+
+def _where(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return "" if trace is None else f" (in {trace.tb_frame.f_code.co_qualname}, line {trace.tb_lineno})"
+
+
+def _name(key: object) -> str:
+    if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], int):
+        status = f" {Status(key[1]).name}" if key[1] else ""
+        return f"message: {Kind(key[0]).name}{status}"
+    if isinstance(key, tuple):
+        first, *rest = (Status(part).name if isinstance(part, int) else str(part) for part in key)
+        return f"{first}: {' '.join(rest)}".rstrip()
+    return str(key)

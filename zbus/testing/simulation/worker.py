@@ -1,0 +1,241 @@
+"""One incarnation of a worker: the same machine as ``zbus.transport.server``, and engine code that takes time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zbus.protocol.callee import Callee
+from zbus.protocol.messages import (
+    Buffers,
+    CancelRunning,
+    Effect,
+    Execute,
+    Header,
+    Kind,
+    OutcomeKind,
+    SendTo,
+    Status,
+    StreamCredit,
+)
+from zbus.testing.simulation.knobs import MS
+from zbus.testing.simulation.ledger import Call
+
+if TYPE_CHECKING:
+    from zbus.testing.simulation.network import Connection
+    from zbus.testing.simulation.world import World
+
+__all__ = ["LANES", "SimWorker"]
+
+LANES = {"main": 1, "ctl": 2, "side": 2}
+"""Lanes of a simulated worker, with their concurrency."""
+
+_EXPIRE_EVERY = 20 * MS
+_STREAM_WINDOW = 2
+
+
+class _Running:
+    """A request that runs."""
+
+    __slots__ = ("acked", "calls", "cancelled", "index", "items", "poisoned", "request", "sent", "waiting")
+
+    def __init__(self, request: Execute, calls: list[Call]) -> None:
+        self.request = request
+        self.calls = calls
+        self.index = 0
+        self.poisoned = False
+        self.cancelled = False
+        self.items = 0
+        self.sent = 0
+        self.acked = 0
+        self.waiting = False
+
+
+class SimWorker:
+    """One incarnation: callee machine, running calls, and when it dies."""
+
+    __slots__ = (
+        "_expire_armed", "address", "alive", "blocked", "callee", "crash_in", "highest_epoch", "incarnation",
+        "paused_until", "running", "slot", "world",
+    )  # fmt: skip
+
+    def __init__(self, world: World, slot: int, start: int, address: int) -> None:
+        self.world = world
+        self.slot = slot
+        self.address = address
+        self.incarnation = start << 48 | slot << 8 | 7
+        self.callee = Callee(self.incarnation, LANES, window_calls=world.knobs.callee_window, guest_lanes=("ctl",))
+        self.alive = True
+        self.paused_until = 0
+        self.blocked = [0, 0]
+        self.crash_in = -1
+        self.highest_epoch = 0
+        self.running: dict[tuple[bytes, str, int], _Running] = {}
+        self._expire_armed = False
+
+    def __repr__(self) -> str:
+        return f"worker {self.slot}.{self.incarnation >> 48}"
+
+    def on_message(self, connection: Connection, header: Header, buffers: Buffers) -> None:
+        """As the server."""
+        kind = header.kind
+        if kind == Kind.HELLO:
+            self._on_hello(connection, header)
+        elif kind == Kind.BYE:
+            self.do(self.callee.bye(header.session))
+        else:
+            self.do(self.callee.receive(header, buffers, connection.peer, self.world.now))
+            if header.budget_ms and self.callee.queued and not self._expire_armed:
+                self._expire_armed = True
+                self.world.after(_EXPIRE_EVERY, self._expire)
+
+    def drain(self) -> None:
+        """As the server: start nothing more."""
+        if self.alive:
+            self.world.covered["fault", "drain"] += 1
+            self.do(self.callee.drain())
+
+    def do(self, effects: list[Effect]) -> None:
+        """Do what the machine asks, as the server; the process may die before any effect."""
+        world = self.world
+        for effect in effects:
+            if self.crash_in >= 0:
+                if self.crash_in == 0:
+                    world.covered["fault", "crash between effects"] += 1
+                    world.crash(self)
+                    return
+                self.crash_in -= 1
+            kind = type(effect)
+            if kind is SendTo:
+                assert isinstance(effect, SendTo)
+                connection = world.network.by_peer.get(effect.peer or b"")
+                world.network.send(connection, 0, effect.header, effect.buffers)
+            elif kind is Execute:
+                self._begin(effect)  # type: ignore[arg-type]
+            elif kind is CancelRunning:
+                self._cancel(effect)  # type: ignore[arg-type]
+            elif kind is StreamCredit:
+                self._credit(effect)  # type: ignore[arg-type]
+        self.callee.validate()
+
+    def _on_hello(self, connection: Connection, header: Header) -> None:
+        world = self.world
+        status, effects = self.callee.hello(header, world.now)
+        if status is not Status.NONE:
+            reply = header._replace(kind=Kind.NACK, status=status, floor=self.callee.max_epoch)
+            world.network.send(connection, 0, reply, ())
+            return
+        self.highest_epoch = max(self.highest_epoch, header.epoch)
+        self.do(effects)
+        if self.alive:
+            reply = header._replace(kind=Kind.WELCOME, incarnation=self.incarnation)
+            world.network.send(connection, 0, reply, world.pack_cursors(self.callee.lane_cursors(header.session)))
+
+    def _begin(self, request: Execute) -> None:
+        calls = self.world.ledger.handed_out(self.incarnation, request)
+        running = _Running(request, calls)
+        self.running[request.session, request.lane, request.seq] = running
+        self._start_call(running)
+
+    def _start_call(self, running: _Running) -> None:
+        world = self.world
+        call = running.calls[running.index]
+        world.ledger.start(
+            call,
+            epoch=world.epoch_of(running.request.session) if running.index == 0 else 0,
+            highest=self.highest_epoch,
+            draining=self.callee.draining,
+            alone=LANES[running.request.lane] == 1,
+        )
+        if world.story is not None:
+            world.tell(f"{self} starts {call!r}")
+        if call.stream:
+            running.items = int(world.random() * 6)
+            running.sent = 0
+        length = int(world.random() * world.knobs.run)
+        if world.knobs.slow and world.random() < world.knobs.slow:
+            length = length * 10 + 50 * MS
+        world.after(length, self._step, running)
+
+    def _step(self, running: _Running) -> None:
+        """Go on with a running call: the next item of a stream, or its end."""
+        world = self.world
+        if not self.alive:
+            return
+        if self.paused_until > world.now:
+            world.at(self.paused_until, self._step, running)
+            return
+        call = running.calls[running.index]
+        request = running.request
+        if call.stream and running.sent < running.items:
+            if running.sent >= running.acked + _STREAM_WINDOW:
+                running.waiting = True
+                return
+            number = running.sent
+            running.sent += 1
+            item = (b"%s#%d" % (call.token, number),)
+            self.do(self.callee.chunk(request.session, request.lane, request.seq, number, item))
+            world.after(world.knobs.delay, self._step, running)
+            return
+        self._end_call(running, call)
+
+    def _end_call(self, running: _Running, call: Call) -> None:
+        world = self.world
+        failed = world.random() < world.knobs.app_error
+        kind = OutcomeKind.APP_ERROR if failed else OutcomeKind.OK
+        result = b"%s=%d" % (call.token, call.index)
+        call.said = running.sent
+        world.ledger.end(call, kind, result)
+        if world.story is not None:
+            world.tell(f"{self} ends {call!r} with {kind.value}")
+        status = Status.APP_ERROR if failed else Status.OK
+        word = Kind.END if call.stream else Kind.FAILURE if failed else Kind.RESULT
+        self._answer(running, word, status, (result,))
+        if running.request.strict and failed:
+            running.poisoned = True
+        while self.alive and running.index < len(running.calls):
+            if not running.poisoned:
+                self._start_call(running)
+                return
+            self._answer(running, Kind.FAILURE, Status.PREDECESSOR, ())
+
+    def _answer(self, running: _Running, kind: Kind, status: Status, buffers: Buffers) -> None:
+        request = running.request
+        seq = request.seq + running.index
+        running.index += 1
+        if running.index == len(running.calls):
+            del self.running[request.session, request.lane, request.seq]
+        self.do(
+            self.callee.finished(
+                request.session, request.lane, seq, kind, status, buffers, self.world.now,
+                chunks=running.sent if kind is Kind.END else 0,
+            )
+        )  # fmt: skip
+
+    def _cancel(self, effect: CancelRunning) -> None:
+        running = self.running.get((effect.session, effect.lane, effect.seq))
+        self.world.covered["cancel of a running call"] += 1
+        if running is not None:
+            running.cancelled = True
+            if running.waiting:
+                running.waiting = False
+                running.items = running.sent
+                self.world.after(0, self._step, running)
+
+    def _credit(self, effect: StreamCredit) -> None:
+        running = self.running.get((effect.session, effect.lane, effect.seq))
+        if running is not None:
+            running.acked = max(running.acked, effect.acked)
+            if running.waiting:
+                running.waiting = False
+                self.world.after(0, self._step, running)
+
+    def _expire(self) -> None:
+        self._expire_armed = False
+        if not self.alive:
+            return
+        world = self.world
+        if self.paused_until <= world.now:
+            self.do(self.callee.expire(world.now))
+        if self.callee.queued:
+            self._expire_armed = True
+            world.after(_EXPIRE_EVERY, self._expire)

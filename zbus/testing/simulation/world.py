@@ -1,0 +1,416 @@
+"""One run: time, the event queue, the registry's stand-in, the program's calls, and the faults.
+
+Everything that happens is a pure function of (seed, size, code): one generator, one queue ordered by (time, number).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from random import Random
+from typing import Any, Final
+
+import msgpack
+
+from zbus.protocol.caller import Timing
+from zbus.protocol.liveness import LinkState
+from zbus.protocol.messages import Buffers
+from zbus.testing.simulation.controller import SimController, SimLink, SimPeer
+from zbus.testing.simulation.knobs import MS, Knobs, draw
+from zbus.testing.simulation.ledger import Ledger, Violation
+from zbus.testing.simulation.network import Network
+from zbus.testing.simulation.worker import SimWorker
+
+__all__ = ["World"]
+
+_TIMING: Final = Timing(probe_first=60 * MS, probe_received=150 * MS, probe_max=500 * MS, cancel_grace=60 * MS)
+_HELLO_EVERY: Final = 50 * MS
+_QUIET: Final = 40 * MS
+_PATIENCE: Final = 60_000 * MS
+_MAX_EVENTS: Final = 200_000
+
+
+class World:
+    """One run. ``run`` raises ``Violation`` or ``AssertionError`` (a machine's ``validate``) on the first broken rule.
+
+    Args:
+        seed: Names the run.
+        size: ``small`` or ``large``; see ``knobs.draw``.
+        covered: Counters to add to.
+        story: Where the last events are told, or None to save the time.
+        knobs: Instead of drawn ones.
+    """
+
+    __slots__ = (
+        "_number", "_slots", "_token", "controllers", "covered", "events", "faulty", "heap", "hello_every", "knobs",
+        "ledger", "link_names", "network", "now", "paused_until", "random", "rng", "seed", "story", "timing", "workers",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        seed: int,
+        size: str,
+        covered: dict[object, int],
+        story: deque[str] | None = None,
+        knobs: Knobs | None = None,
+    ) -> None:
+        self.seed = seed
+        self.rng = Random(seed)  # noqa: S311  # a schedule, not a secret
+        self.random = self.rng.random
+        self.knobs = draw(self.rng, size) if knobs is None else knobs
+        self.covered = covered
+        self.story = story
+        self.ledger = Ledger(covered)
+        self.network = Network(self)
+        self.timing = _TIMING
+        self.hello_every = _HELLO_EVERY
+        self.link_names = ("main", "ctl") if "ctl" in self.knobs.lanes else ("main",)
+        self.heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.now = 0
+        self.events = 0
+        self.faulty = not self.knobs.faultless
+        self._number = 0
+        self._token = 0
+        self.workers: list[SimWorker] = []
+        self.controllers: list[SimController] = []
+        self._slots: dict[int, SimWorker] = {}
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    def next_number(self) -> int:
+        """Return the next event number: it orders events of one time."""
+        self._number += 1
+        return self._number
+
+    def at(self, when: int, method: Callable[..., None], *args: Any) -> None:
+        """Call a method at a time."""
+        self._number += 1
+        heappush(self.heap, (when, self._number, method, args))
+
+    def after(self, delay: int, method: Callable[..., None], *args: Any) -> None:
+        """Call a method after a while."""
+        self._number += 1
+        heappush(self.heap, (self.now + delay, self._number, method, args))
+
+    def tell(self, text: str) -> None:
+        """Add to the story."""
+        if self.story is not None:
+            self.story.append(f"{self.now / MS:10.3f} ms  {text}")
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Play the run to its end and check every promise on the way."""
+        self._set_up()
+        heap = self.heap
+        events = 0
+        while heap:
+            when, _, method, args = heappop(heap)
+            self.now = when
+            events += 1
+            method(*args)
+            if events > _MAX_EVENTS:
+                raise Violation("I9", f"{events} events and no end: a storm of messages")
+        self.events = events
+        self.ledger.check_end({controller.session: controller.alive for controller in self.controllers})
+        if self.knobs.faultless:
+            self._check_calm()
+
+    def _set_up(self) -> None:
+        knobs = self.knobs
+        for slot in range(knobs.workers):
+            self._start_worker(slot, 0, slot)
+        controller = SimController(self, 1, 1)
+        self.controllers.append(controller)
+        for worker in self.workers:
+            controller.connect(worker)
+        begin = 4 * (knobs.delay + knobs.jitter)  # so that most placements find their members READY
+        for _ in range(knobs.requests):
+            self.at(begin + int(self.random() * knobs.span), self._place, 3)
+        if self.faulty:
+            self._plan_faults(begin, knobs.span)
+        self.at(begin + knobs.span, self._heal)
+
+    def _plan_faults(self, begin: int, span: int) -> None:
+        knobs = self.knobs
+        plan: list[tuple[int, Callable[..., None]]] = [
+            (knobs.breaks, self._break),
+            (knobs.crashes, self._crash_any),
+            (knobs.crash_effects, self._crash_soon),
+            (knobs.pauses, self._pause),
+            (knobs.takeovers, self._take_over),
+            (knobs.drains, self._drain),
+        ]
+        for times, fault in plan:
+            for _ in range(times):
+                self.at(begin + int(self.random() * span), fault)
+        for number in range(knobs.partitions):
+            self.at(begin + int(self.random() * span), self._partition, number < knobs.leases)
+
+    def _heal(self) -> None:
+        """End all faults; from now on everything must come to rest."""
+        self.faulty = False
+        self.covered["runs that came to the end of their faults"] += 1
+        self.at(self.now + _QUIET, self._look, self.now + _PATIENCE)
+
+    def _look(self, limit: int) -> None:
+        """End the run when nothing is open any more; complain when it never ends."""
+        reason = self._unrest()
+        if not reason:
+            self.heap.clear()
+        elif self.now > limit:
+            raise Violation("I1" if "call" in reason else "I11", f"{reason}, {_PATIENCE / 1e9:.0f} s after all faults")
+        else:
+            self.at(self.now + _QUIET, self._look, limit)
+
+    def _unrest(self) -> str:
+        highest = max(controller.epoch for controller in self.controllers)
+        for controller in self.controllers:
+            if not controller.alive:
+                continue
+            if controller.epoch == highest:
+                for peer in controller.current():
+                    if peer.worker is not self._slots[peer.slot] or peer.state is not LinkState.READY:
+                        return f"{controller} has {peer.worker} {peer.state.value}"
+            if not controller.settled():
+                return f"{controller} has an unfinished place of a call"
+        for call in self.ledger.calls.values():
+            if call.outcome is None and self._controller_of(call.key[1]).alive:
+                return f"{call!r} has no outcome"
+        return ""
+
+    def _check_calm(self) -> None:
+        for controller in self.controllers:
+            for peer in controller.peers:
+                for link in peer.links.values():
+                    for lane in link.lanes.values():
+                        if lane.machine.retransmissions:
+                            raise Violation("I10", f"{lane.machine.retransmissions} retransmissions in a calm run")
+
+    # -- the program ---------------------------------------------------------------------------------------------
+
+    def _place(self, tries: int) -> None:
+        """Place a batch as the program of the newest controller that lives."""
+        random = self.random
+        knobs = self.knobs
+        living = [controller for controller in self.controllers if controller.alive]
+        controller = living[int(random() * len(living))]
+        if controller.paused_until > self.now:
+            self.at(controller.paused_until, self._place, tries)
+            return
+        members = controller.current()
+        if len(members) > 1 and random() > knobs.group:
+            members = [members[int(random() * len(members))]]
+        lane = knobs.lanes[int(random() * len(knobs.lanes))]
+        stream = knobs.stream > 0 and len(members) == 1 and random() < knobs.stream
+        count = 2 + int(random() * 3) if not stream and random() < knobs.batch else 1
+        deadline = None
+        if knobs.deadline and random() < knobs.deadline:
+            deadline = self.now + int((1 + random() * 200) * MS)
+        self._token += 1
+        token = b"%d" % self._token
+        if random() < 0.1:
+            token += b"." * 60  # larger than the smallest byte window
+        placed = controller.place(
+            members, lane, token, count, deadline, self._token, strict=random() < knobs.strict, stream=stream
+        )
+        if placed is None:
+            self.covered["unavailable"] += 1
+            if tries:
+                self.after(_QUIET, self._place, tries - 1)
+            return
+        if self.story is not None:
+            where = ", ".join(f"{peer.worker} seq {seq}" for peer, seq in placed)
+            self.tell(f"{controller} places {count} call(s) in {lane}: {where}; deadline {deadline}")
+        if knobs.cancel and random() < knobs.cancel:
+            self.after(int(random() * 150 * MS), controller.cancel, placed, lane, count)
+
+    # -- the registry's stand-in ---------------------------------------------------------------------------------
+
+    def _start_worker(self, slot: int, start: int, address: int) -> SimWorker:
+        worker = self._slots[slot] = SimWorker(self, slot, start, address)
+        self.workers.append(worker)
+        self.covered["started"] += 1
+        return worker
+
+    def _replace(self, old: SimWorker) -> None:
+        """Start the next incarnation of a name and publish it."""
+        same = self.knobs.same_address and not old.alive
+        address = old.address if same else len(self.workers)
+        new = self._start_worker(old.slot, (old.incarnation >> 48) + 1, address)
+        self.tell(f"{new} starts at address {address}")
+        for controller in self.controllers:
+            self.after(int(self.random() * 60 * MS), controller.discover, new)
+
+    def crash(self, worker: SimWorker) -> None:
+        """Kill a worker now; its exit is seen a little later and a new incarnation starts."""
+        if not worker.alive:
+            return
+        self.tell(f"{worker} dies")
+        worker.alive = False
+        for connection in list(self.network.by_peer.values()):
+            if connection.worker is worker and connection.alive:
+                self._cut(connection.link, "the connection was lost")
+        for controller in self.controllers:
+            self.after(int(self.random() * 80 * MS), controller.observe_end, worker.incarnation, "worker_exit")
+        if self._slots[worker.slot] is worker:
+            self.after(int(self.random() * 50 * MS), self._replace, worker)
+
+    # -- connections ---------------------------------------------------------------------------------------------
+
+    def reconnect(self, link: SimLink) -> None:
+        """Let a link try to connect, as libzmq does by itself, until it is dead."""
+        self.after(self.knobs.delay + int(self.random() * 10 * MS), self._try_connect, link)
+
+    def _try_connect(self, link: SimLink) -> None:
+        controller = link.controller
+        if not controller.alive or link.machine.state is LinkState.DEAD:
+            return
+        if controller.paused_until > self.now:
+            self.at(controller.paused_until, self._try_connect, link)
+            return
+        listener = None
+        for worker in self.workers:
+            if worker.address == link.address and worker.alive:
+                listener = worker
+        if listener is None or max(listener.blocked) > self.now or listener.paused_until > self.now:
+            self.after(20 * MS, self._try_connect, link)
+            return
+        link.connection = self.network.connect(link, listener)
+        link.on_link_up()
+
+    def _cut(self, link: SimLink, why: str) -> None:
+        """Break a link's connection; the caller notices a little later, or only by the next connection."""
+        connection = link.connection
+        if connection is None or not connection.alive:
+            return
+        self.tell(f"{connection} of {link.controller} to {connection.worker} breaks")
+        self.network.broke(connection)
+        if self.knobs.coalesce and self.random() < self.knobs.coalesce:
+            self.covered["fault", "a break noticed by the next connection"] += 1
+            self.reconnect(link)
+        else:
+            self.after(int(self.random() * 20 * MS), self._notice, link, why)
+
+    def _notice(self, link: SimLink, why: str) -> None:
+        controller = link.controller
+        if not controller.alive:
+            return
+        if controller.paused_until > self.now:
+            self.at(controller.paused_until, self._notice, link, why)
+            return
+        link.on_link_down(why)
+        self.reconnect(link)
+
+    # -- faults --------------------------------------------------------------------------------------------------
+
+    def _any_link(self) -> SimLink | None:
+        links = [
+            link
+            for controller in self.controllers
+            if controller.alive
+            for peer in controller.peers
+            for link in peer.links.values()
+            if link.connection is not None and link.connection.alive
+        ]
+        return links[int(self.random() * len(links))] if links else None
+
+    def _any_worker(self) -> SimWorker | None:
+        living = [worker for worker in self.workers if worker.alive]
+        return living[int(self.random() * len(living))] if living else None
+
+    def _break(self) -> None:
+        link = self._any_link()
+        if link is not None:
+            self.covered["fault", "break"] += 1
+            self._cut(link, "the connection was lost")
+
+    def _crash_any(self) -> None:
+        worker = self._any_worker()
+        if worker is not None:
+            self.covered["fault", "crash"] += 1
+            self.crash(worker)
+
+    def _crash_soon(self) -> None:
+        worker = self._any_worker()
+        if worker is not None:
+            worker.crash_in = int(self.random() * 8)
+
+    def _drain(self) -> None:
+        worker = self._any_worker()
+        if worker is not None:
+            self.tell(f"{worker} drains")
+            worker.drain()
+            self.after(int(self.random() * 200 * MS), self.crash, worker)
+
+    def _pause(self) -> None:
+        nodes: list[Any] = [node for node in (*self.controllers, *self.workers) if node.alive]
+        node = nodes[int(self.random() * len(nodes))]
+        node.paused_until = max(node.paused_until, self.now + int(self.random() * 300 * MS))
+        self.covered["fault", f"pause of a {type(node).__name__[3:].lower()}"] += 1
+        self.tell(f"{node} is stopped until {node.paused_until / MS:.3f} ms")
+        if isinstance(node, SimController):
+            node.was_paused = True
+
+    def _partition(self, lease: bool) -> None:  # noqa: FBT001  # event
+        """Cut a worker off in one or both directions; with ``lease`` for so long that it is replaced."""
+        worker = self._any_worker()
+        if worker is None:
+            return
+        until = self.now + int((10 + self.random() * 150) * MS)
+        direction = int(self.random() * 3)
+        self.covered["fault", ("partition to callers", "partition to the worker", "partition both ways")[direction]] += 1
+        for side in (0, 1):
+            if direction in (side, 2):
+                worker.blocked[side] = max(worker.blocked[side], until)
+        self.tell(f"{worker} is cut off (sides {direction}) until {until / MS:.3f} ms")
+        for connection in self.network.by_peer.values():
+            if connection.worker is worker:
+                for side in (0, 1):
+                    connection.blocked[side] = max(connection.blocked[side], worker.blocked[side])
+                if connection.alive and self.random() < 0.4:
+                    self.after(int(self.random() * 100 * MS), self._cut, connection.link, "no heartbeat")
+        if lease and self._slots[worker.slot] is worker:
+            self.covered["fault", "lease"] += 1
+            for controller in self.controllers:
+                self.after(int(self.random() * 120 * MS), controller.observe_end, worker.incarnation, "lease")
+            self.after(int(self.random() * 200 * MS), self._replace_once, worker)
+
+    def _replace_once(self, worker: SimWorker) -> None:
+        if self._slots[worker.slot] is worker:
+            self._replace(worker)
+
+    def _take_over(self) -> None:
+        """Replace the controller of the highest epoch; the old one dies or, cut off from the news, goes on."""
+        old = max(self.controllers, key=lambda controller: controller.epoch)
+        new = SimController(self, len(self.controllers) + 1, old.epoch + 1)
+        self.controllers.append(new)
+        zombie = self.random() < self.knobs.zombie
+        self.covered["fault", "two controllers" if zombie else "controller crash"] += 1
+        self.tell(f"{new} takes over from {old}, which {'goes on' if zombie else 'dies'}")
+        if not zombie:
+            old.alive = False
+            for peer in old.peers:
+                for link in peer.links.values():
+                    if link.connection is not None:
+                        self.network.broke(link.connection)
+        for worker in self._slots.values():
+            new.connect(worker)
+
+    # -- small things --------------------------------------------------------------------------------------------
+
+    def epoch_of(self, session: bytes) -> int:
+        """Return the epoch of a session."""
+        return self._controller_of(session).epoch
+
+    def _controller_of(self, session: bytes) -> SimController:
+        return self.controllers[int.from_bytes(session, "big") - 1]
+
+    def pack_cursors(self, cursors: dict[str, int]) -> Buffers:
+        """Return the body of a WELCOME."""
+        return (msgpack.packb(cursors),)
+
+    def cursors(self, buffers: Buffers) -> dict[str, int]:
+        """Return what ``pack_cursors`` packed."""
+        return dict(msgpack.unpackb(buffers[0]))
