@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from traceview.merge import merge
+
+GOOD = (Path(__file__).parents[2] / "golden" / "trace" / "traces_0.jsonl").read_bytes()
+
+
+def merged(data: bytes) -> tuple[list[dict], dict[str, int]]:
+    """Merge a file with this content beside a good one: the spans and the problems."""
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        (root / "bad.jsonl").write_bytes(data)
+        (root / "good.jsonl").write_bytes(GOOD)
+        report = merge([name], root / "out.json")
+        events = json.loads((root / "out.json").read_text())["traceEvents"]
+        return [e for e in events if e["ph"] == "X"], report.problems
+
+
+SPANS = len(merged(b"")[0])
+
+
+@given(st.data())
+def test_no_damage_of_one_file_costs_another_file_anything(data):
+    """Whatever bytes are changed, cut out or put into a trace file, the merge ends well with the other file whole."""
+    content = bytearray(GOOD)
+    for _ in range(data.draw(st.integers(1, 5))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        until = at + data.draw(st.integers(0, 40))
+        content[at:until] = data.draw(st.binary(max_size=20))
+    spans, _ = merged(bytes(content))
+    assert sum(1 for span in spans if span.get("args", {}).get("kind") == "client") >= 1
+    assert len(spans) >= SPANS
+
+
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_are_never_fatal(content):
+    """A file of any bytes is reported or empty of events, and no more."""
+    assert len(merged(content)[0]) >= SPANS
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=5))
+def test_any_json_value_in_any_place_of_an_event_is_survived(value):
+    """An event whose keys hold values of the wrong type is repaired or dropped, and the output is valid."""
+    event = {"name": "a", "ph": "X", "ts": 1, "dur": 1, "pid": 1, "tid": 1, "cat": "c", "args": {"k": 1}, "id": 1}
+    lines = [json.dumps({**event, key: value}).encode() for key in (*event, "bind_id", "track", "s", "flow_out")]
+    assert len(merged(b"\n".join(lines))[0]) >= SPANS
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("gz", [False, True])
+def test_memory_does_not_grow_with_the_input(tmp_path, gz):
+    """One file of a million overlapping events merges within 256 MB of memory."""
+    code = """
+        import gzip, json, resource, sys
+        from pathlib import Path
+        from traceview.merge import merge
+        root, packed = Path(sys.argv[1]), sys.argv[2] == "True"
+        with (gzip.open(root / "a.jsonl.gz", "wb", 1) if packed else open(root / "a.jsonl", "wb")) as file:
+            for n in range(1_000_000):
+                file.write(b'{"name":"step","ph":"X","ts":%d.125,"dur":%d.5,"pid":1,"tid":%d,"track":"t%d",'
+                           b'"args":{"n":%d,"pad":"xxxxxxxxxxxxxxxx"}}\\n' % (n, n % 40, n % 4, n % 16, n))
+        report = merge([str(root)], root / "out.json.gz")
+        print(json.dumps([report.events, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path), str(gz)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    events, peak_mb = json.loads(done.stdout)
+    assert events == 1_000_000
+    assert peak_mb <= 256
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
