@@ -9,14 +9,11 @@ The restart policy is the pure ``workers.supervisor``; this module carries out i
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import selectors
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +21,10 @@ from typing import Any, Final, cast
 
 from workers import spawn
 from workers.background import Background
-from workers.cgroup import MemoryWatch
 from workers.claims import Claimant, claim_ranks, claim_start
 from workers.control import AgentControl
 from workers.exits import RankExit, make_record
+from workers.loop import PollLoop
 from workers.membership import Joined, Joiner, Notice
 from workers.ranks import Place, RankStarter
 from workers.spec import RankSpec
@@ -48,6 +45,7 @@ from workers.supervisor import (
     Tick,
 )
 from workers.template import RankMain, Template
+from workers.watch import Ended, ProcessTable, kill_children
 from zbus.config import TrialDir
 from zbus.errors import ConfigError, TransportError, ZbusError
 from zbus.registry.records import AgentRecord, JobRecord
@@ -55,7 +53,6 @@ from zbus.runtime.processes import (
     ProcessHandle,
     become_subreaper,
     boot_id,
-    children_of,
     start_time,
 )
 
@@ -116,17 +113,6 @@ class AgentConfig:
     worker_command: Sequence[str] = spawn.WORKER_COMMAND
 
 
-@dataclass(slots=True)
-class _Process:
-    """One living start of one rank."""
-
-    spec: RankSpec
-    handle: ProcessHandle
-    memory: MemoryWatch
-    started_wall_ns: int
-    killed: bool = False
-
-
 class Agent:
     """One agent. Make it, then ``run`` it on the main thread of a process of its own.
 
@@ -139,9 +125,8 @@ class Agent:
         self.host = socket.gethostname()
         self.agent_id = f"{config.role}.{self.host[:24]}.{os.urandom(4).hex()}"
         self._trial = TrialDir(config.trial_dir, config.trial_dir.parent.name, config.trial_dir.name)
-        self._posts: deque[Callable[[], None]] = deque()
-        self._selector = selectors.DefaultSelector()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._loop = PollLoop(self._on_signal)
+        self._processes = ProcessTable(self._loop, self._on_exit)
         self._background = Background(self._crashed)
         self._place = Place(
             trial=self._trial,
@@ -166,10 +151,8 @@ class Agent:
         self._joiner: Joiner | None = None
         self._fresh: set[int] = set()
         self._stop_asked = False
-        self._processes: dict[int, _Process] = {}
         self._controller: ProcessHandle | None = None
         self._last_exit: int | None = None
-        self._signals: list[int] = []
         self._result: tuple[int, str] | None = None
         self._failure: BaseException | None = None
 
@@ -185,7 +168,9 @@ class Agent:
             # First of all: a fork is only clean while there is one thread and no socket.
             self._starter.template = Template.fork(self.config.role, self.config.worker_main)
         become_subreaper()
-        with self._wired():
+        with self._loop.signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)):
+            if self._starter.template is not None:
+                self._loop.watch(self._starter.template.fileno(), self._starter.on_template_readable)
             try:
                 self._background.start()
                 self._joiner = Joiner(
@@ -197,7 +182,7 @@ class Agent:
                     lease_ttl_s=self.config.lease_ttl_s,
                 )
                 self._joiner.start()
-                self._loop()
+                self._serve()
             finally:
                 self._clean_up()
         if self._failure is not None:
@@ -206,42 +191,17 @@ class Agent:
         log.info("agent ends with code %d: %s", code, reason or "done")
         return code
 
-    @contextlib.contextmanager
-    def _wired(self) -> Any:
-        """Connect signals and posts to the poll loop, and put everything back afterwards."""
-        reader, writer = socket.socketpair()
-        for end in (reader, writer):
-            end.setblocking(False)  # noqa: FBT003  # its only parameter
-        wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
-        before = {signum: signal.signal(signum, self._on_signal) for signum in wanted}
-        old_wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        self._selector.register(reader, selectors.EVENT_READ, lambda: self._drain(reader))
-        self._selector.register(self._wake_fd, selectors.EVENT_READ, self._run_posts)
-        if self._starter.template is not None:
-            template = self._starter.template
-            self._selector.register(template.fileno(), selectors.EVENT_READ, self._starter.on_template_readable)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(old_wakeup)
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-            self._selector.close()
-            reader.close()
-            writer.close()
+    def _going_on(self) -> bool:
+        return self._result is None and self._failure is None
 
-    def _loop(self) -> None:
+    def _serve(self) -> None:
         next_refresh = time.monotonic() + _TICK_S
-        while self._result is None and self._failure is None:
-            for key, _ in self._selector.select(self._timeout_s(next_refresh)):
-                if self._result is None:
-                    cast("Callable[[], None]", key.data)()
-            self._take_signals()
+        while self._going_on():
+            self._loop.once(self._timeout_s(next_refresh), self._going_on)
             now = time.monotonic()
             if now >= next_refresh:
                 next_refresh = now + _TICK_S
-                for process in self._processes.values():
-                    process.memory.refresh()
+                self._processes.refresh()
             if self._supervisor is not None:
                 due = self._supervisor.next_deadline_ns()
                 if due is not None and due <= time.monotonic_ns():
@@ -258,14 +218,7 @@ class Agent:
 
     def post(self, job: Callable[[], None]) -> None:
         """Run ``job`` on the poll loop. May be called from any thread."""
-        self._posts.append(job)
-        with contextlib.suppress(OSError):  # the loop is gone
-            os.eventfd_write(self._wake_fd, 1)
-
-    def _run_posts(self) -> None:
-        os.eventfd_read(self._wake_fd)
-        while self._posts and self._result is None:
-            self._posts.popleft()()
+        self._loop.post(job)
 
     def _crashed(self, error: BaseException) -> None:
         def fail() -> None:
@@ -273,22 +226,12 @@ class Agent:
 
         self.post(fail)
 
-    def _on_signal(self, signum: int, _frame: object) -> None:
-        self._signals.append(signum)
-
-    @staticmethod
-    def _drain(reader: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while reader.recv(4096):
-                pass
-
-    def _take_signals(self) -> None:
-        while self._signals:
-            signum = self._signals.pop(0)
-            if signum == signal.SIGCHLD:
-                self._reap_strays()
-            else:
-                self._on_end_signal(signum)
+    def _on_signal(self, signum: int) -> None:
+        if signum != signal.SIGCHLD:
+            self._on_end_signal(signum)
+        elif not self._starter.starting:  # else a child may be a rank that the template has not told yet
+            template = self._starter.template
+            self._processes.reap_strays([] if template is None else [template.handle.pid])
 
     def _on_end_signal(self, signum: int) -> None:
         name = signal.Signals(signum).name
@@ -325,7 +268,7 @@ class Agent:
                 "rank": rank,
                 "state": "idle" if supervisor is None else supervisor.state(rank),
                 "start": start,
-                "pid": process.handle.pid if (process := self._processes.get(rank)) is not None else None,
+                "pid": self._processes.pid(rank),
             }
             for rank, start in sorted(self._place.starts.copy().items())
         ]
@@ -446,11 +389,11 @@ class Agent:
         self._unwatch_controller()
         self._controller = handle
         if handle is not None:
-            self._selector.register(handle, selectors.EVENT_READ, lambda: self._on_controller_lost("its process ended"))
+            self._loop.watch(handle, lambda: self._on_controller_lost("its process ended"))
 
     def _unwatch_controller(self) -> None:
         if self._controller is not None:
-            self._selector.unregister(self._controller)
+            self._loop.unwatch(self._controller)
             self._controller.close()
             self._controller = None
 
@@ -482,7 +425,7 @@ class Agent:
                 case StartRank(rank):
                     self._begin_start(rank)
                 case SignalRank(rank, signum):
-                    self._signal(rank, signum)
+                    self._processes.signal(rank, signum)
                 case Escalate(cause):
                     log.error("giving up: %s", cause)
                 case Finish(code, reason):
@@ -494,13 +437,6 @@ class Agent:
                     ):
                         code = self._last_exit
                     self._result = (code, reason)
-
-    def _signal(self, rank: int, signum: int) -> None:
-        process = self._processes.get(rank)
-        if process is None:
-            return
-        process.killed = process.killed or signum == signal.SIGKILL
-        process.handle.signal(signum)
 
     # -- starting ------------------------------------------------------------------------------------------------------
 
@@ -529,61 +465,44 @@ class Agent:
         self._background.submit(claim)
 
     def _forget_template(self, template: Template) -> None:
-        self._selector.unregister(template.fileno())
+        self._loop.unwatch(template.fileno())
 
     def _spawn_failed(self, rank: int, reason: str) -> None:
         log.error("%s/%d could not be started: %s", self.config.role, rank, reason)
         self._feed(SpawnFailed(rank, reason))
 
     def _started(self, spec: RankSpec, pid: int) -> None:
-        handle = ProcessHandle.open(pid)
-        if handle is None:  # pragma: no cover  # an unreaped child always has a pidfd
+        if not self._processes.add(spec, pid):
             self._spawn_failed(spec.rank, "its process vanished")
             return
-        process = _Process(spec, handle, MemoryWatch(pid), time.time_ns())
-        self._processes[spec.rank] = process
-        self._selector.register(handle, selectors.EVENT_READ, lambda: self._on_exit(spec.rank))
         log.info("%s/%d runs: pid %d, start %d", spec.role, spec.rank, pid, spec.start)
         self._feed(Spawned(spec.rank))
 
     # -- exits ---------------------------------------------------------------------------------------------------------
 
-    def _on_exit(self, rank: int) -> None:
-        process = self._processes[rank]
-        status = os.waitid(os.P_PIDFD, process.handle.fileno(), os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if status is None:
-            return
-        exited = status.si_code == os.CLD_EXITED
-        exit_code, signum = (status.si_status, None) if exited else (None, status.si_status)
-        verdict = process.memory.verdict(signum, by_us=process.killed)
-        # The rank is a zombie still, so its pid, and with it the number of its process group, is nobody else's.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.handle.pid, signal.SIGKILL)
-        os.waitid(os.P_PIDFD, process.handle.fileno(), os.WEXITED)
-        self._selector.unregister(process.handle)
-        process.handle.close()
-        del self._processes[rank]
+    def _on_exit(self, end: Ended) -> None:
         assert self._supervisor is not None  # noqa: S101  # it started the rank
+        spec = end.spec
         ended = RankExit(
-            role=self.config.role,
-            rank=rank,
-            start=process.spec.start,
-            incarnation=process.spec.incarnation,
+            role=spec.role,
+            rank=spec.rank,
+            start=spec.start,
+            incarnation=spec.incarnation,
             agent=self.agent_id,
             host=self.host,
-            pid=process.handle.pid,
-            exit_code=exit_code,
-            signum=signum,
-            oom=verdict,
-            asked=self._supervisor.asked(rank),
-            started_wall_ns=process.started_wall_ns,
+            pid=end.pid,
+            exit_code=end.exit_code,
+            signum=end.signum,
+            oom=end.oom,
+            asked=self._supervisor.asked(spec.rank),
+            started_wall_ns=end.started_wall_ns,
             ended_wall_ns=time.time_ns(),
-            log=Path(process.spec.log),
+            log=Path(spec.log),
         )
-        self._last_exit = exit_code if exit_code is not None else 128 + (signum or 0)
-        log.log(logging.INFO if ended.in_order else logging.ERROR, "%s/%d %s", ended.role, rank, ended.cause())
+        self._last_exit = end.exit_code if end.exit_code is not None else 128 + (end.signum or 0)
+        log.log(logging.INFO if ended.in_order else logging.ERROR, "%s/%d %s", ended.role, ended.rank, ended.cause())
         self._background.submit(lambda: self._write_exit(ended))
-        self._feed(Exited(rank, exit_code, ended.cause()))
+        self._feed(Exited(spec.rank, end.exit_code, ended.cause()))
 
     def _write_exit(self, ended: RankExit) -> None:
         """Write the exit once, then announce it; on the I/O thread."""
@@ -593,26 +512,13 @@ class Agent:
         if self._control is not None:
             self._control.exited(record)
 
-    def _reap_strays(self) -> None:
-        """Reap processes that ranks left behind and the kernel gave to this subreaper."""
-        mine = {process.handle.pid for process in self._processes.values()}
-        if self._starter.template is not None:
-            mine.add(self._starter.template.handle.pid)
-        for pid in children_of(os.getpid()):
-            # A rank just forked by the template is not in `mine` yet: only the dead are reaped here, and a rank that
-            # died at its gate is found by its pidfd.
-            if pid not in mine and not self._starter.starting:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
-
     # -- end -----------------------------------------------------------------------------------------------------------
 
     def _clean_up(self) -> None:
         """Leave nothing behind: processes, sockets, the registry entry. Bounded."""
         self._starter.close()
-        _kill_children()
-        for process in self._processes.values():
-            process.handle.close()
+        kill_children()
+        self._processes.close()
         self._unwatch_controller()
         if self._joiner is not None:
             self._joiner.finish()
@@ -620,20 +526,6 @@ class Agent:
             log.error("the registry did not answer for %g s: exit records may be missing", _DRAIN_S)
         if self._control is not None:
             self._control.close()
-
-
-def _kill_children(timeout_s: float = 3.0) -> None:
-    """Kill and reap every child of this process: what ranks left behind in sessions of their own."""
-    deadline = time.monotonic() + timeout_s
-    while (children := children_of(os.getpid())) and time.monotonic() < deadline:
-        for pid in children:
-            handle = ProcessHandle.open(pid)
-            if handle is not None:
-                handle.signal(signal.SIGKILL)
-                handle.wait(0.2)
-                handle.close()
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
 
 
 def run_agent(config: AgentConfig, env: Mapping[str, str] | None = None) -> int:

@@ -24,7 +24,7 @@ __all__ = ["AGENT_INCARNATION", "AgentControl", "agent_name"]
 
 log = logging.getLogger("zbus.agent")
 
-AGENT_INCARNATION: Final = Incarnation(1)
+AGENT_INCARNATION: Final = Incarnation(0)
 """Incarnation of every agent on the wire: an agent id names one process already."""
 
 _DRAIN_S: Final = 0.5
