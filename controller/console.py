@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TextIO
 
-__all__ = ["Console", "Style", "clean", "clip", "wants_color"]
+__all__ = ["Console", "Style", "clean", "clip", "shown", "wants_color"]
 
 _CODES: Final = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _LONGEST: Final = 2000
@@ -48,6 +48,12 @@ def clip(text: str, limit: int = _LONGEST) -> str:
         return text
     half = (limit - 30) // 2
     return f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
+
+
+def shown(path: str | os.PathLike[str]) -> str:
+    """Return a path as a person would type it: relative where it lies below the current directory."""
+    relative = os.path.relpath(path)
+    return os.fspath(path) if relative.startswith("..") else relative
 
 
 def wants_color(choice: str, stream: TextIO, env: Mapping[str, str] | None = None) -> bool:

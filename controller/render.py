@@ -18,7 +18,6 @@ Text from workers is foreign: control characters are shown, never sent to the te
 from __future__ import annotations
 
 import linecache
-import os
 import re
 import signal
 import textwrap
@@ -28,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from controller.console import Style, clean, clip
+from controller.console import Style, clean, clip, shown
 from zbus.errors import BatchError, CallError, ConfigError, RemoteError, ZbusError
 
 __all__ = ["Block", "block_of", "error_json", "exit_code_of", "render_block", "render_error", "root_cause"]
@@ -288,8 +287,7 @@ def _local_frames(error: BaseException, *, verbose: bool) -> list[str]:
 
 
 def _short(file: str) -> str:
-    relative = os.path.relpath(file) if os.path.isabs(file) else file  # noqa: PTH117 - text of a frame, maybe no path
-    return file if relative.startswith("..") else relative
+    return shown(file) if file.startswith("/") else file
 
 
 def _remote_frames(text: str, *, verbose: bool) -> list[str]:

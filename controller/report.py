@@ -64,18 +64,20 @@ class Summary:
         """
         write_atomically(trial.summary, json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n")
 
-    def line(self) -> str:
-        """Return the line that ends a run: ``done in 7.2 s · 160 calls · 0 retries``."""
+    def text(self) -> str:
+        """Return what ends a run on the screen: ``done in 7.2 s · 160 calls · 0 retries``, and the metrics below."""
         verb = {"ok": "done", "failed": "failed", "interrupted": "interrupted"}.get(self.status, "terminated")
         parts = [f"{verb} in {format_duration(self.wall_s)}"]
         for name in ("calls", "retries"):
             if isinstance(count := self.bus.get(name), int):
                 word = name if count != 1 else {"calls": "call", "retries": "retry"}[name]
                 parts.append(f"{count:,} {word}")
-        for name, value in self.metrics.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                parts.append(f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}")
-        return " · ".join(parts)
+        figures = [
+            f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:.4g}"
+            for name, value in self.metrics.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        ]
+        return " · ".join(parts) + ("\n" + " · ".join(figures) if figures else "")
 
 
 def plain_data(value: Any, depth: int = 0) -> Any:

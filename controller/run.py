@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from controller.console import Console
+from controller.console import Console, shown
 from controller.context import RunContext, running
 from controller.progress import Progress, open_progress
 from controller.render import error_json, exit_code_of, render_error
@@ -139,6 +139,7 @@ class _Execution:
         )
         self._interrupts = Interrupts(console, self._at_once, context.config.scheduler.stop_grace + _STOP_ROOM_S)
         self._logs = contextlib.ExitStack()
+        self._shown = False
         context.on_trial = self._trial_made
 
     def run(self) -> int:
@@ -151,6 +152,7 @@ class _Execution:
             except BaseException as raised:  # noqa: BLE001 - whatever ends the run becomes a block and an exit code
                 error = raised
             self._interrupts.closing()
+            self._show_failure(error)
             error = self._close(error)
             if self._wants_merge(error):
                 self._merge()
@@ -198,7 +200,7 @@ class _Execution:
         self._logs.enter_context(_file_logging(trial))
         _log.info("zbus %s runs %s in %s, pid %d", __version__, self._target.text, trial.path, os.getpid())
         self._console.note(
-            f"zbus {__version__} · {trial.name} · {config.scheduler.type} · logs, traces: {os.path.relpath(trial.path)}"
+            f"zbus {__version__} · {trial.name} · {config.scheduler.type} · logs, traces: {shown(trial.path)}"
         )
 
     # -- the end ---------------------------------------------------------------------------------------------------
@@ -259,23 +261,26 @@ class _Execution:
     def _show(self, error: BaseException | None) -> None:
         console, summary = self._console, self._summary
         console.object(summary.to_dict())
-        if summary.status == "failed" and error is not None:
-            self._show_failure(error)
+        self._show_failure(error)
         trial = self._context.trial
         if trial is not None or summary.status == "ok":
-            console.result(summary.line())
+            console.result(summary.text())
         if trial is None:
             return
-        shown = os.path.relpath(trial.path)
+        place = shown(trial.path)
         if summary.status == "ok":
-            console.next(f"traceview stats {shown}" if summary.trace else f"zbus-controller status {shown}")
+            console.next(f"traceview stats {place}" if summary.trace else f"zbus-controller status {place}")
         elif summary.status == "failed":
-            console.next(f"zbus-controller status {shown}")
+            console.next(f"zbus-controller status {place}")
         else:
             console.next(f"zbus-controller run {self._target.text} --trial {trial.trial} --resume")
 
-    def _show_failure(self, error: BaseException) -> None:
+    def _show_failure(self, error: BaseException | None) -> None:
+        """Show the block once, at once: stopping ranks that hang may take seconds more."""
         console = self._console
+        if error is None or self._shown or self._verdict(error)[1] != "failed":
+            return
+        self._shown = True
         if isinstance(error, SystemExit):
             error = _ExitCalled(error.code)
         console.error(

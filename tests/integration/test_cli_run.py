@@ -44,7 +44,7 @@ class Actor(zbus.Engine):
             os._exit(7)
         if how == "raise":
             raise ValueError("bad value")
-        if how == "hang":
+        if how == "hang" or (how == "hang1" and self.rank == 1):
             time.sleep(100)
         return how
 
@@ -247,6 +247,20 @@ def test_a_dead_rank_ends_the_run_with_its_cause(job, how, exit_words):
         assert words in block
     error = json.loads((only_trial(job) / "summary.json").read_text())["error"]
     assert (error["code"], error["role"], error["rank"], error["method"]) == ("ZB0301", "actor", 1, "end")
+
+
+def test_the_cause_of_a_death_is_on_the_screen_within_a_second(job):
+    """After kill -9 of a rank inside a call the block appears within 1 s, exit code 4 follows, and all is gone."""
+    with running("job.yaml", "params.how=hang1") as process:
+        status = json.loads(run("status", "--json").stdout)
+        os.kill(status["workers"][1]["pid"], signal.SIGKILL)
+        began = time.monotonic()
+        for line in process.stderr:
+            if line.startswith("error[ZB0301]: "):
+                break
+        assert time.monotonic() - began < scaled(1)
+        process.communicate(timeout=scaled(20))
+    assert process.returncode == 4
 
 
 def test_an_engines_exception_shows_the_users_frames(job):

@@ -106,7 +106,7 @@ def test_the_summary_on_disk_is_the_object_of_json(tmp_path):
     data = json.loads(trial.summary.read_text())
     assert data == summary.to_dict()
     assert (data["schema"], data["status"], data["wall_s"]) == ("zbus.run/1", "ok", 7.235)
-    assert summary.line() == "done in 7.2 s · 160 calls · 0 retries · heldout_loss 0.5 · steps 1,200"
+    assert summary.text() == "done in 7.2 s · 160 calls · 0 retries\nheldout_loss 0.5 · steps 1,200"
     trial.unlock()
 
 
