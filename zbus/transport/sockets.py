@@ -40,6 +40,7 @@ MONITORED: Final = int(
 """Events a monitor reports by default: whether there is a peer at the other end, and why not."""
 
 _MAPPED: Final = re.compile(r"\[::ffff:([0-9.]+)\]")
+_ZAP_DOMAIN: Final = b"zbus"
 _TERM_LIMIT_S: Final = 1.0
 _monitor_numbers: Final = itertools.count()
 _kept: Final[list[zmq.Context[Socket]]] = []  # contexts that could not end; collecting one would block
@@ -65,7 +66,7 @@ class MonitorEvent(NamedTuple):
 
     @property
     def lost(self) -> bool:
-        """Whether an established connection ended."""
+        """Whether a connection ended, established or still in its handshake."""
         return self.event == zmq.EVENT_DISCONNECTED
 
     @property
@@ -272,6 +273,10 @@ class SocketFactory:
             raise self._no_socket(purpose, error) from error
         for option, value in WAITS_NEVER if profile is None else profile.common():
             socket.setsockopt(option, value)
+        if profile is not None:
+            # With a domain libzmq refuses peers of ZMTP 1 and 2. Otherwise any service that greets first (ssh, ftp,
+            # http) counts as a ZMTP 1 peer without a handshake, and messages are sent to it.
+            socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
         socket.copy_threshold = COPY_LIMIT
         with self._lock:
             self._sockets[socket] = purpose
