@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["Anchor", "Shift", "align", "anchor_of"]
+__all__ = ["MAX_US", "Anchor", "Shift", "align", "anchor_of"]
+
+MAX_US: Final = 1e16
+"""Times beyond this many µs (three centuries) mean nothing."""
 
 _EPOCH_US: Final = 1e14
 """Times beyond this many µs (year 1973) count from the Unix epoch, as torch's profiler writes them."""
@@ -53,6 +56,8 @@ def anchor_of(meta: Mapping[str, Any], ts_us: float | None) -> Anchor | None:
         boot = str(meta["boot_id"])
         clock = (boot, int(meta.get("time_ns", 0))) if boot else None
         first = round((ts_us or 0.0) * 1000)
+        if max(abs(first), abs(mono), abs(wall), abs(epoch)) > MAX_US * 1000:
+            return None
         run, role = str(meta.get("run", "")), str(meta.get("role", ""))
         return Anchor(first, role, run, clock, epoch, wall - mono + epoch)
     except (KeyError, TypeError, ValueError, OverflowError):

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import msgspec
 
-from traceview.align import Anchor, Shift, align, anchor_of
+from traceview.align import MAX_US, Anchor, Shift, align, anchor_of
 from traceview.chrome import ChromeWriter
 from traceview.event import NO_ARGS, Event, encode_args
 from traceview.lanes import Lanes
@@ -215,28 +215,42 @@ def _head(source: Source) -> _Head:
             anchor = anchor_of(meta, event.ts)
             if anchor is not None:
                 role, rank = meta.get("role", source.role), meta.get("rank", source.rank)
-                return _Head(source, anchor, role, rank, anchor.run, anchor.epoch_wall_ns)
-        if event.ph != "M" and event.ts is not None and (first is None or event.ts < first):
-            first = event.ts
+                return _Head(source, anchor, role, rank, anchor.run, _epoch_of(meta, anchor))
+        ts = event.ts
+        if event.ph != "M" and ts is not None and -MAX_US < ts < MAX_US and (first is None or ts < first):
+            first = ts
         if number >= _HEAD_EVENTS:
             break
     return _Head(source, Anchor(round((first or 0.0) * 1000)), source.role, source.rank, "", 0)
 
 
+def _is_time(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and -MAX_US < value < MAX_US
+
+
+def _epoch_of(meta: dict[str, Any], anchor: Anchor) -> int:
+    epoch = meta.get("run_epoch_wall_ns")
+    return epoch if type(epoch) is int else anchor.epoch_wall_ns
+
+
 def _one_run(heads: list[_Head], problems: Problems) -> list[_Head]:
-    """Keep the newest run; a tree may still hold files of an older one."""
-    runs = {head.run: 0 for head in heads if head.run}
-    if len(runs) <= 1:
+    """Keep the newest run; a tree may still hold files of an older one.
+
+    Another run differs in name and in epoch: processes begun by hand share only the name, a damaged name only the
+    epoch.
+    """
+    named = [head for head in heads if head.run]
+    if not named:
         return heads
+    newest = max(named, key=lambda head: head.epoch_wall)
+    kept = []
     for head in heads:
-        if head.run:
-            runs[head.run] = max(runs[head.run], head.epoch_wall)
-    newest = max(runs, key=lambda run: runs[run])
-    for head in heads:
-        if head.run not in ("", newest):
-            text = f"{head.source.label} belongs to run {head.run}, not {newest}: skipped (--all-runs keeps it)"
+        if head.run in ("", newest.run) or head.epoch_wall == newest.epoch_wall:
+            kept.append(head)
+        else:
+            text = f"{head.source.label} belongs to run {head.run}, not {newest.run}: skipped (--all-runs keeps it)"
             problems.add("ZT0105", "other_run", text)
-    return [head for head in heads if head.run in ("", newest)]
+    return kept
 
 
 def _args(event: Event) -> dict[str, Any]:
@@ -396,8 +410,8 @@ class _FileMerge:
         if self._headed and event.pid != self._writer_pid:
             self._shared_file(event.pid)
         ts = event.ts
-        if ts is None:
-            self._merger.problem("ZT0109", "no_ts", f"{self._source.label} has an event without ts: dropped")
+        if ts is None or not -MAX_US < ts < MAX_US:
+            self._merger.problem("ZT0109", "no_ts", f"{self._source.label} has an event without a usable ts: dropped")
             return
         if phase == "X":
             self._span(event, process, ts)
@@ -413,7 +427,7 @@ class _FileMerge:
     def _span(self, event: Event, process: _Process, ts: float) -> None:
         """Take a span; its end is rounded, not its duration, so that a child never leaves its parent."""
         dur = event.dur
-        if dur is None or dur < 0:
+        if dur is None or not 0 <= dur < MAX_US:
             dur = self._no_duration(dur)
         shift = self._shift.add_ns
         end = round((ts + dur) * 1000) + shift
@@ -428,9 +442,8 @@ class _FileMerge:
         self._writer_pid = pid
 
     def _no_duration(self, dur: float | None) -> float:
-        kind = "no_dur" if dur is None else "negative_dur"
-        text = f"{self._source.label} has a span with {'no' if dur is None else 'a negative'} duration: 0 instead"
-        self._merger.problem("ZT0108", kind, text)
+        kind, what = ("no_dur", "no") if dur is None else ("negative_dur", "a negative or absurd")
+        self._merger.problem("ZT0108", kind, f"{self._source.label} has a span with {what} duration: 0 instead")
         return 0.0
 
     def _process(self, pid: int) -> _Process:
@@ -477,7 +490,7 @@ class _FileMerge:
     def _loss(self, process: _Process, args: dict[str, Any]) -> None:
         """Show a loss where it happened."""
         lost, since, until = args.get("lost"), args.get("since_us"), args.get("until_us")
-        if type(lost) is not int or not isinstance(since, int | float) or not isinstance(until, int | float):
+        if type(lost) is not int or not _is_time(since) or not _is_time(until):
             return
         reason = str(args.get("reason", ""))
         process.report.lost[reason] = process.report.lost.get(reason, 0) + lost

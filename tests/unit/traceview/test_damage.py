@@ -22,7 +22,7 @@ def merged(data: bytes) -> tuple[list[dict], dict[str, int]]:
         root = Path(name)
         (root / "bad.jsonl").write_bytes(data)
         (root / "good.jsonl").write_bytes(GOOD)
-        report = merge([name], root / "out.json")
+        report = merge([name], root / "out.json", all_runs=True)  # damage may change the run's name and epoch
         events = json.loads((root / "out.json").read_text())["traceEvents"]
         return [e for e in events if e["ph"] == "X"], report.problems
 
@@ -55,6 +55,21 @@ def test_any_json_value_in_any_place_of_an_event_is_survived(value):
     event = {"name": "a", "ph": "X", "ts": 1, "dur": 1, "pid": 1, "tid": 1, "cat": "c", "args": {"k": 1}, "id": 1}
     lines = [json.dumps({**event, key: value}).encode() for key in (*event, "bind_id", "track", "s", "flow_out")]
     assert len(merged(b"\n".join(lines))[0]) >= SPANS
+
+
+@given(st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just([]) | st.just({"a": 1}))
+def test_any_json_value_in_any_place_of_the_metadata_is_survived(value):
+    """A header, loss or end whose fields hold anything does not stop the merge."""
+    metadata = [json.loads(line) for line in GOOD.splitlines() if b'"zbus_' in line]
+    args = {"reason": "x", "lost": 1, "since_us": 1.0, "until_us": 2.0}
+    metadata.append({"name": "zbus_loss", "ph": "M", "ts": 1.0, "pid": metadata[0]["pid"], "args": args})
+    lines = []
+    for event in metadata:
+        lines += [json.dumps({**event, "args": {**event["args"], key: value}}).encode() for key in event["args"]]
+        lines.append(json.dumps({**event, "args": value}).encode())
+    for start in range(len(lines)):
+        if b"zbus_meta" in lines[start]:
+            assert len(merged(b"\n".join(lines[start:]))[0]) >= SPANS
 
 
 @pytest.mark.ci
