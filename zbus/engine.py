@@ -509,6 +509,17 @@ def endpoint(
 ) -> _One: ...
 @overload
 def endpoint(
+    *,
+    collect: Concat | Same | First,
+    effect: Effect = ...,
+    lane: str | None = ...,
+    concurrency: int | None = ...,
+    deadline: float | str | None = ...,
+    trace: str | None = ...,
+    strict: bool = ...,
+) -> _One: ...
+@overload
+def endpoint(
     dispatch: AnyOne | RankZero,
     collect: PerRank,
     *,

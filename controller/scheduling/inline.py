@@ -8,6 +8,7 @@ in a second thread. Engines that join a torch process group of more than one ran
 
 from __future__ import annotations
 
+import asyncio
 import bdb
 import enum
 import itertools
@@ -53,6 +54,24 @@ class _InlineExecutor(Executor):
     """The worker's executor, but a Ctrl-C or a quit of pdb inside an endpoint is the caller's: it is raised there."""
 
     interrupt: BaseException | None = None
+
+    def cancel(self, effect: CancelRunning) -> None:
+        """Cancel on the loop itself, after a start that is on its way there."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(super().cancel, effect)
+
+    def _run_loop(self) -> None:
+        """Run the loop, and end it in order: in this process other things go on after it."""
+        super()._run_loop()
+        loop = self._loop
+        if loop is None:
+            return
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
     def _fail(self, request: Execute, index: int, method: Any, error: BaseException, *rest: Any, **more: Any) -> None:
         if isinstance(error, KeyboardInterrupt | bdb.BdbQuit):
@@ -519,13 +538,14 @@ class InlineRuntime:
                 if request in lane.waiting:
                     lane.waiting.remove(request)
         for request in gone:
-            execute = request.execute
-            if request.running:
-                request.peer.executor.cancel(CancelRunning(execute.session, execute.lane, execute.seq))
+            execute, running = request.execute, request.running
+            if running:
                 outcome = Outcome(OutcomeKind.UNKNOWN, None, reason, evidence or "it was running")
             else:
                 outcome = Outcome(OutcomeKind.NOT_EXECUTED, None, reason, evidence or "it had not started", 0)
-            self._end_all(request, outcome)
+            self._end_all(request, outcome)  # first: what the cancelled method says then comes too late
+            if running:
+                request.peer.executor.cancel(CancelRunning(execute.session, execute.lane, execute.seq))
 
 
 _KINDS: Final = {
