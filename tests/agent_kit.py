@@ -58,14 +58,17 @@ class AgentKit:
         self.controllers.append(process)
         return process
 
-    def agent(self, *, role: str = "actor", nproc: int = 1, **options: Any) -> subprocess.Popen[str]:
-        """Start an agent."""
+    def agent(
+        self, *, role: str = "actor", nproc: int = 1, env: dict[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[str]:
+        """Start an agent, with ``env`` on top of this process's environment."""
         config = {"trial_dir": str(self.trial), "role": role, "nproc": nproc, "grace_s": 2.0, **options}
         process = subprocess.Popen(
             [sys.executable, str(STANDIN), "agent", json.dumps(config)],
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env={**os.environ, **(env or {})},
         )
         self.agents.append(process)
         return process

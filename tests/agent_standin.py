@@ -107,9 +107,25 @@ def rank_main(spec: RankSpec) -> int:
     return worker.main(spec, serve=behave)
 
 
+def _hang_disk(trigger: Path) -> None:
+    """Make every registry write of this process hang from the moment the file exists."""
+    real = FileRegistry.put
+
+    def put(self: FileRegistry, key: str, value: bytes, *, durable: bool = True) -> None:
+        while trigger.exists():
+            time.sleep(0.05)
+        real(self, key, value, durable=durable)
+
+    FileRegistry.put = put  # type: ignore[method-assign]
+
+
 def _agent(text: str) -> int:
     options = json.loads(text)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if (trigger := os.environ.get("ZT_DISK_HANGS_ONCE")) is not None:
+        _hang_disk(Path(trigger))
+    if options.get("launcher") is not None:
+        options["launcher"] = tuple(options["launcher"])
     options["trial_dir"] = Path(options["trial_dir"])
     if options.get("ranks") is not None:
         options["ranks"] = tuple(options["ranks"])

@@ -84,6 +84,8 @@ class AgentConfig:
         wait_controller_s: How long to wait for a living controller and its job.
         grace_s: Seconds between SIGTERM and SIGKILL of ranks when the agent is told to end.
         lease_ttl_s: Silence after which others call this agent dead.
+        launcher: Pid and start time of the process that started this agent and shall take it along if it ends before
+            the agent has found its controller; None where nobody in particular did.
         controller_lost: ``exit`` or ``wait`` instead of what the job says.
         transport: ``ipc`` or ``tcp``.
         bind_host: Address for tcp sockets and held ports.
@@ -103,6 +105,7 @@ class AgentConfig:
     wait_controller_s: float = 600.0
     grace_s: float = 10.0
     lease_ttl_s: float = 5.0
+    launcher: tuple[int, int] | None = None
     controller_lost: str | None = None
     transport: str = "ipc"
     bind_host: str = "127.0.0.1"
@@ -172,6 +175,7 @@ class Agent:
             if self._starter.template is not None:
                 self._loop.watch(self._starter.template.fileno(), self._starter.on_template_readable)
             try:
+                self._watch_launcher()
                 self._background.start()
                 self._joiner = Joiner(
                     self._trial,
@@ -391,6 +395,13 @@ class Agent:
         if handle is not None:
             self._loop.watch(handle, lambda: self._on_controller_lost("its process ended"))
 
+    def _watch_launcher(self) -> None:
+        if self.config.launcher is not None:
+            handle = ProcessHandle.open(*self.config.launcher)
+            if handle is None:
+                self._result = (EXIT_CONTROLLER_LOST, "its launcher is gone")
+            self._watch_controller(handle)
+
     def _unwatch_controller(self) -> None:
         if self._controller is not None:
             self._loop.unwatch(self._controller)
@@ -399,6 +410,9 @@ class Agent:
 
     def _on_controller_lost(self, how: str) -> None:
         self._unwatch_controller()
+        if self._joined is None:
+            self._result = (EXIT_CONTROLLER_LOST, f"its launcher is gone: {how}")
+            return
         orphans = self.config.controller_lost or ("exit" if self._place.job is None else self._place.job.orphans)
         if orphans == "wait":
             log.warning("the controller is gone (%s); waiting for the next one", how)

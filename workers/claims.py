@@ -6,6 +6,7 @@ agent; whether it still binds is judged by the agent's process on this host, els
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,12 +35,15 @@ def holder_lives(records: Records, claim: RankClaim) -> bool:
     record = records.agent(claim.agent)
     if record is None:
         return False  # agents publish themselves before they claim and withdraw when they end
-    if record.boot_id == boot_id() and is_alive(record.pid, record.pid_start):
-        return True
+    if record.boot_id == boot_id():
+        if is_alive(record.pid, record.pid_start):
+            return True
+        if record.host == socket.gethostname():
+            return False
     first = records.lease(claim.agent)
     if first is None:
         return False
-    # Same kernel does not mean same pid namespace, so silence of the lease decides there too.
+    # Elsewhere, or in a container of this kernel with pids of its own, silence of the lease decides.
     deadline = time.monotonic() + first.ttl_s
     while time.monotonic() < deadline:
         time.sleep(_POLL_S)

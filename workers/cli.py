@@ -100,6 +100,7 @@ def _identity_options(command: Any) -> Any:
 @click.option("--transport", type=click.Choice(["ipc", "tcp"]), help="How ranks are reached [ipc].")
 @click.option("--bind", help="Address for tcp sockets and held ports [ZBUS_BIND, 127.0.0.1].")
 @click.option("--devices", help="Accelerators by local rank: `0,1;2,3` [as they are].")
+@click.option("--launcher", hidden=True, help="PID:START of the process that started this worker.")
 @click.option("--no-template", is_flag=True, default=None, help="Start one interpreter per rank instead of forking.")
 @click.option("--propagate-exit", is_flag=True, default=None, help="End with the exit code of a lone rank.")
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
@@ -214,6 +215,7 @@ def _agent_config(options: Mapping[str, Any], environ: Mapping[str, str]) -> Age
         wait_controller_s=parse_duration(settings["wait_controller"], "--wait-controller"),
         grace_s=parse_duration(settings["grace"], "--grace"),
         lease_ttl_s=max(0.1, parse_duration(settings["lease"], "--lease")),
+        launcher=_launcher(settings.get("launcher")),
         controller_lost=settings.get("controller_lost"),
         transport=settings["transport"],
         bind_host=settings["bind"],
@@ -221,6 +223,16 @@ def _agent_config(options: Mapping[str, Any], environ: Mapping[str, str]) -> Age
         propagate_exit=settings["propagate_exit"],
         devices=tuple(settings["devices"].split(";")) if settings["devices"] else (),
     )
+
+
+def _launcher(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    pid, _, started = text.partition(":")
+    if not (pid.isdigit() and started.isdigit()):
+        msg = f"--launcher is {text!r}, not PID:START"
+        raise ConfigError(msg)
+    return int(pid), int(started)
 
 
 def _ranks(who: Identity, nproc: int) -> tuple[int, ...] | None:

@@ -127,7 +127,6 @@ def write_crash_file(trial: TrialDir, ended: RankExit, tail: list[str]) -> tuple
     left = _left_by_worker(path)
     if ended.in_order and not left:
         return "", ""
-    stacks = trial.stack_file(ended.role, ended.rank, ended.start)
     report = {
         **left,
         "schema": CRASH_SCHEMA,
@@ -150,11 +149,20 @@ def write_crash_file(trial: TrialDir, ended: RankExit, tail: list[str]) -> tuple
         "ended_wall_ns": ended.ended_wall_ns,
         "log": trial.relative(ended.log),
         "log_tail": tail,
-        "stacks": trial.relative(stacks) if stacks.exists() and stacks.stat().st_size else "",
+        "stacks": stack_dumps(trial, ended),
     }
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomically(path, json.dumps(report, indent=1) + "\n")
     return trial.relative(path), _exception_words(left)
+
+
+def stack_dumps(trial: TrialDir, ended: RankExit) -> str:
+    """Return the path of a rank's stack dumps, relative to the trial directory; empty where none was taken."""
+    path = trial.stack_file(ended.role, ended.rank, ended.start)
+    try:
+        return trial.relative(path) if path.stat().st_size else ""
+    except OSError:
+        return ""
 
 
 def make_record(trial: TrialDir, ended: RankExit) -> ExitRecord:
@@ -186,5 +194,6 @@ def make_record(trial: TrialDir, ended: RankExit) -> ExitRecord:
         log=trial.relative(ended.log),
         log_tail=tail,
         crash_file=crash_file,
+        stacks=stack_dumps(trial, ended),
         stopped=ended.asked,
     )

@@ -123,15 +123,23 @@ class Joiner:
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             msg = f"no controller for {self._role} of {self._trial.name} within {self._wait_s:g} s: {self._reason}"
-            facts = {"looked in": str(self._trial.registry)}
+            facts = {"looked in": str(self._trial.registry), **self._root_facts()}
             hint = "start the controller with the same trial directory, or wait longer with --wait-controller"
             self._notify(StartupError(msg, facts=facts, hint=hint))
             return None
         if now - self._reported > _REPORT_S:
             self._reported = now
-            log.info("waiting for a controller: %s", self._reason)
+            root = self._root_facts().get("registry id", "none")
+            log.info("waiting for a controller: %s (%s, id %s)", self._reason, self._trial.registry, root)
         pause, self._pause_s = self._pause_s, min(self._pause_s * 1.5, _LONGEST_PAUSE_S)
         return pause
+
+    def _root_facts(self) -> dict[str, str]:
+        """Name the registry by its id: two processes with different ids do not look at one directory."""
+        try:
+            return {} if self._records is None else {"registry id": self._records.root_id()}
+        except ZbusError as error:
+            return {"registry id": f"unreadable: {error}"}
 
     def _find(self) -> Joined | None:
         records = self._open()

@@ -29,7 +29,7 @@ from zbus.config import TrialDir
 from zbus.errors import ConfigError, RegistryError, StartupError
 from zbus.registry.file import FileRegistry
 from zbus.registry.records import Records
-from zbus.runtime.processes import ProcessHandle, boot_id
+from zbus.runtime.processes import ProcessHandle, boot_id, start_time
 
 __all__ = ["AGENT_COMMAND", "LocalScheduler"]
 
@@ -130,6 +130,7 @@ class LocalScheduler:
         command = [*(job.tasks[0].cmd or AGENT_COMMAND), "start", "--role", job.role, "--nproc", str(job.replicas)]
         # Everything is said by flags: inside somebody's Slurm allocation the environment speaks of another job.
         command += ["--rank", "0", "--world-size", str(job.replicas), "--node-rank", "0"]
+        command += ["--launcher", f"{os.getpid()}:{start_time(os.getpid()) or 0}"]
         command += ["--trial-dir", str(self.trial), "--wait-controller", f"{self._wait_controller_s:g}"]
         command += ["--grace", f"{self._stop_grace_s:g}", *self._options]
         if any(sets):

@@ -13,6 +13,7 @@ import pytest
 
 from agent_kit import AgentKit, agent_kit
 from waiting import scaled, wait_until
+from zbus.runtime.processes import ProcessHandle, start_time
 
 
 @pytest.fixture
@@ -193,6 +194,35 @@ def test_everything_ends_with_the_controller(kit: AgentKit, use_template: bool) 
     assert all(r.stopped for r in kit.exits())
 
 
+def test_an_agent_does_not_outlive_its_launcher_while_it_looks_for_a_controller(kit: AgentKit) -> None:
+    """A launcher killed before the controller was found takes its agent along within 2 s (B36)."""
+    launcher = subprocess.Popen(["sleep", "600"])
+    started = start_time(launcher.pid)
+    agent = kit.agent(launcher=[launcher.pid, started])
+    assert agent.stderr is not None
+    assert "waiting for a controller" in agent.stderr.readline()
+    launcher.kill()
+    launcher.wait()
+    assert kit.end(agent, timeout_s=2)[0] == 9
+    assert kit.end(kit.agent(launcher=[launcher.pid, started]))[0] == 9
+
+
+def test_a_hung_disk_does_not_hold_up_a_stop(kit: AgentKit, tmp_path: Path) -> None:
+    """Registry writes that hang keep neither the poll loop nor the end of the ranks waiting (fault 46)."""
+    trigger = tmp_path / "hang"
+    kit.lead(kit.job("stubborn;print:up;sleep"))
+    agent = kit.agent(grace_s=0.2, lease_ttl_s=0.3, env={"ZT_DISK_HANGS_ONCE": str(trigger)})
+    kit.wait_log("up")
+    ranks = kit.ranks(agent, 1)
+    trigger.touch()
+    time.sleep(0.3)  # the next renewal of the lease hangs now
+    agent.send_signal(signal.SIGTERM)
+    wait_until(lambda: not [p for p in ranks if kit.alive(p)], timeout_s=2, what="the rank gone")
+    code, text = kit.end(agent)
+    assert code == 143
+    assert "the registry did not answer" in text
+
+
 def test_orphans_can_wait_for_the_next_controller(kit: AgentKit) -> None:
     """With orphans=wait the ranks outlive their controller, and the agent joins the next epoch (fault 7)."""
     job = kit.job("print:up;sleep", orphans="wait")
@@ -253,8 +283,6 @@ def test_a_stopped_rank_is_not_called_dead(kit: AgentKit) -> None:
 
 def test_a_reused_pid_is_never_signalled(tmp_path: Path) -> None:
     """A handle opened with another start time is refused, so a kill reaches the right process or none (B44)."""
-    from zbus.runtime.processes import ProcessHandle, start_time
-
     process = subprocess.Popen(["sleep", "60"])
     try:
         started = start_time(process.pid)
