@@ -13,7 +13,11 @@ A request, named by (session, lane, first seq), goes through::
 - The reply cache is bounded by the caller's floor and window, never by time.
 - A deadline is remaining milliseconds from arrival; a request that expires in the queue is never started.
 - Only the highest epoch that ever said HELLO may start work. A lower one is NACKed; when a higher one arrives, what
-  the old session had queued ends as cancelled, what runs may end, and nothing of it starts any more (P8).
+  the old session had queued ends as not executed, what runs may end, and nothing of it starts any more (P8).
+- A session that is over (replaced, or it said BYE) is remembered by its id, without its replies: a late copy of its
+  HELLO and requests must not open it again and run them a second time.
+- A place that will not run (expired, cancelled, draining, no such lane) is admitted in order like any other and its
+  answer is cached like any other, so that a lost answer is said again and the sequence has no hole.
   Epoch 0 is a guest: it has its own session and may use only the lanes in ``guest_lanes``.
 
 Pure: one mutator at a time (the shell's lock); time is handed in.
@@ -42,6 +46,10 @@ __all__ = ["Callee", "RunState"]
 
 _MS: Final = 1_000_000
 _NEVER: Final = 1 << 62
+_MAX_LANES: Final = 256
+"""Lanes of one session beyond which undeclared ones are refused without being remembered."""
+_MAX_ENDED: Final = 4096
+"""Sessions that are over and still remembered: a copy of a message outlives its session by seconds, not by these."""
 
 
 class RunState(enum.Enum):
@@ -140,6 +148,7 @@ class Callee:
     """
 
     __slots__ = (
+        "_ended",
         "_guest_lanes",
         "_incarnation",
         "_lane_spec",
@@ -162,6 +171,7 @@ class Callee:
         self._lane_spec = dict(lanes)
         self._guest_lanes = None if guest_lanes is None else frozenset(guest_lanes)
         self._sessions: dict[bytes, _SessionState] = {}
+        self._ended: dict[bytes, None] = {}  # the last sessions that are over, oldest first
         self.window = window_calls
         self.max_epoch = 0
         self.draining = False
@@ -174,7 +184,7 @@ class Callee:
         self._lane_spec[name] = concurrency
         for session in self._sessions.values():
             lane = session.lanes.get(name)
-            if lane is not None:
+            if lane is not None and self._may_use(session, name):
                 lane.concurrency = concurrency
 
     def lane_cursors(self, session: bytes) -> dict[str, int]:
@@ -236,7 +246,10 @@ class Callee:
             run.state = RunState.DONE
             run.buffers = ()
             lane.running -= 1
-            if run.seq + run.calls <= lane.floor:
+            if session.retired:
+                del lane.runs[run.seq]
+                self._forget_if_idle(session_id, session)
+            elif run.seq + run.calls <= lane.floor:
                 del lane.runs[run.seq]
             if lane.queue:
                 self._start(session_id, session, lane, now, effects)
@@ -277,13 +290,18 @@ class Callee:
             return Status.FENCED_INCARNATION, []
         if header.epoch and header.epoch < self.max_epoch:
             return Status.FENCED_EPOCH, []
+        known = self._sessions.get(header.session)
+        if header.session in self._ended or (known is not None and known.retired):
+            return Status.DRAINING, []
         effects: list[Effect] = []
         if header.epoch > self.max_epoch:
             self.max_epoch = header.epoch
             for session_id, session in self._sessions.items():
                 if session.epoch and session.epoch < header.epoch and not session.retired:
-                    session.retired = True
-                    self._flush_queues(session_id, session, Status.SHUTDOWN, effects)
+                    self._retire(session_id, session, effects)
+            for session_id, session in list(self._sessions.items()):
+                if session.retired:
+                    self._forget_if_idle(session_id, session)
         if header.session not in self._sessions:
             self._sessions[header.session] = _SessionState(header.epoch)
         return Status.NONE, effects
@@ -293,25 +311,25 @@ class Callee:
         session = self._sessions.get(session_id)
         effects: list[Effect] = []
         if session is not None:
-            session.retired = True
-            self._flush_queues(session_id, session, Status.SHUTDOWN, effects)
-            if not any(lane.running for lane in session.lanes.values()):
-                del self._sessions[session_id]
+            self._retire(session_id, session, effects)
+            self._forget_if_idle(session_id, session)
+        else:
+            self._remember_end(session_id)  # its HELLO may still come, on another connection
         return effects
 
     def receive(self, header: Header, buffers: Buffers, peer: bytes, now: int) -> list[Effect]:
         """Take one message of a caller (any kind but HELLO, PING and BYE) and answer it."""
         session = self._sessions.get(header.session)
-        if header.incarnation != self._incarnation:
-            return [self._nack(header, peer, Status.FENCED_INCARNATION)]
-        if header.epoch and header.epoch < self.max_epoch:
-            return [self._nack(header, peer, Status.FENCED_EPOCH)]
-        if session is None:
-            return [self._nack(header, peer, Status.NO_SESSION)]
+        refused = self._refusal(header, session)
+        if refused is not None:
+            return [self._nack(header, peer, refused)]
+        if session is None or session.retired:
+            self._drop("session_over")
+            return []
         lane = session.lanes.get(header.lane)
         if lane is None:
-            concurrency = self._lane_spec.get(header.lane)
-            if concurrency is None or not self._may_use(session, header.lane):
+            concurrency = self._lane_spec.get(header.lane, 0) if self._may_use(session, header.lane) else 0
+            if not concurrency and len(session.lanes) >= _MAX_LANES:
                 return [self._nack(header, peer, Status.UNKNOWN_LANE)]
             lane = session.lanes[header.lane] = _Lane(header.lane, concurrency, peer)
         lane.peer = peer
@@ -348,6 +366,15 @@ class Callee:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
+    def _refusal(self, header: Header, session: _SessionState | None) -> Status | None:
+        if header.incarnation != self._incarnation:
+            return Status.FENCED_INCARNATION
+        if header.epoch and header.epoch < self.max_epoch:
+            return Status.FENCED_EPOCH
+        if session is None and header.session not in self._ended:
+            return Status.NO_SESSION
+        return None
+
     def _may_use(self, session: _SessionState, lane: str) -> bool:
         return session.epoch > 0 or self._guest_lanes is None or lane in self._guest_lanes
 
@@ -356,10 +383,6 @@ class Callee:
     ) -> None:
         seq = header.seq
         if seq == lane.arrival_next and seq >= lane.floor:
-            if session.retired or self.draining:
-                lane.arrival_next += header.calls
-                self._reply_unstarted(header, lane, Status.SHUTDOWN, effects)
-                return
             self._admit(header.session, session, lane, _Run(header, buffers, now), effects, header.kind)
             while lane.arrival_next in lane.runs:
                 held = lane.runs.pop(lane.arrival_next)
@@ -371,6 +394,8 @@ class Callee:
         if known is not None:
             if known.calls != header.calls:
                 effects.append(self._nack(header, lane.peer, Status.MISMATCH))
+            elif header.kind == Kind.SKIP:  # it came as REQ before, and nobody wants it any more
+                self._on_cancel(header, session, lane, effects)
             else:
                 self._report(header, session, lane, known, effects)
         elif seq < lane.floor:
@@ -393,6 +418,10 @@ class Callee:
         lane.runs[run.seq] = run
         if kind == Kind.SKIP:
             self._end_unstarted(session_id, session, lane, run, Status.EXPIRED, effects)
+            return
+        if self.draining or not lane.concurrency:
+            why = Status.SHUTDOWN if self.draining else Status.UNKNOWN_LANE
+            self._end_unstarted(session_id, session, lane, run, why, effects)
             return
         run.state = RunState.QUEUED
         lane.queue.append(run)
@@ -434,6 +463,9 @@ class Callee:
             effects.append(CancelRunning(header.session, lane.name, run.seq))
             self._report(header, session, lane, run, effects)
         else:
+            if run.state is RunState.HELD:
+                run.open_calls = 0  # when its turn comes, its place is taken and it does not run
+                run.buffers = ()
             self._report(header, session, lane, run, effects)
 
     def _on_ack(self, header: Header, lane: _Lane, effects: list[Effect]) -> None:
@@ -473,6 +505,23 @@ class Callee:
         header = self._reply_header(Kind.FAILURE, session_id, session, lane, run.seq, run.calls, run.attempt, status)
         run.replies = [(header, ())]
         effects.append(SendTo(header, (), lane.peer))
+
+    def _retire(self, session_id: bytes, session: _SessionState, effects: list[Effect]) -> None:
+        """End a session: nothing of it starts any more, and only what runs is kept."""
+        session.retired = True
+        self._flush_queues(session_id, session, Status.SHUTDOWN, effects)
+        for lane in session.lanes.values():
+            lane.runs = {seq: run for seq, run in lane.runs.items() if run.state is RunState.RUNNING}
+
+    def _forget_if_idle(self, session_id: bytes, session: _SessionState) -> None:
+        if not any(lane.running for lane in session.lanes.values()):
+            del self._sessions[session_id]
+            self._remember_end(session_id)
+
+    def _remember_end(self, session_id: bytes) -> None:
+        self._ended[session_id] = None
+        if len(self._ended) > _MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
 
     def _flush_queues(self, session_id: bytes, session: _SessionState, status: Status, effects: list[Effect]) -> None:
         for lane in session.lanes.values():

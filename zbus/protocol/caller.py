@@ -7,7 +7,8 @@ A *request* is one message that takes ``calls`` consecutive places (seqs) in the
     WAITING --send--> SENT --evidence--> RECEIVED --replies--> DONE
        |                |                   |
        +--expired/cancelled: its place is given up by a SKIP, so that the sequence has no hole
-                        +--expired: CANCEL asks; the answer, or the end of the grace, decides the outcome
+                        +-------------------+--expired/cancelled: CANCEL asks, and asks again; the answer, or the end
+                                               of the grace, decides the outcome
 
 Rules, each with its promise in ``docs/explanation/delivery.md``:
 
@@ -15,7 +16,9 @@ Rules, each with its promise in ``docs/explanation/delivery.md``:
   is answered by a PROBE, which costs a header (P2: retransmission is never re-execution; the callee deduplicates).
 - Every call gets exactly one ``Finish`` (P1). A late answer to a call that has its outcome only frees its place.
 - Requests leave in seq order, at most ``window_calls`` places and ``window_bytes`` bytes ahead of the floor (P7).
-- ``NOT_EXECUTED`` is said only when proved: never transmitted, refused, skipped, or cancelled before start.
+- ``NOT_EXECUTED`` is said only when proved: never transmitted, or the callee's own word on that very place. A gap that
+  the callee reports proves nothing about a later place: it may hold it, and a copy may still be on its way. So a
+  request that nobody wants any more goes out again as SKIP, and the callee's answer to that is the proof.
 
 Pure: the shell hands in the time and executes the returned effects. One mutator at a time (the shell's lock).
 """
@@ -73,6 +76,7 @@ class _Request:
     """One message's worth of calls, and what is known of it."""
 
     __slots__ = (
+        "acked",
         "attempts",
         "buffers",
         "calls",
@@ -80,6 +84,7 @@ class _Request:
         "deadline_ns",
         "expected_chunk",
         "finished",
+        "gap_until_ns",
         "give_up_ns",
         "nbytes",
         "open_calls",
@@ -107,7 +112,7 @@ class _Request:
         self.strict = strict
         self.state = RequestState.WAITING
         self.attempts = 0
-        self.skip = False  # its outcome is given; its place goes out as SKIP
+        self.skip = False  # nobody wants it any more: whenever it goes out (again), it goes out as SKIP
         self.cancelled = False  # the user (not the deadline) asked
         self.give_up_ns = _NEVER  # end of the grace after an expired deadline
         self.probe_ns = _NEVER
@@ -118,6 +123,8 @@ class _Request:
         self.finished: set[int] | None = None  # seqs that have their Finish, for calls > 1
         self.replied = 0  # calls whose final word from the callee has come
         self.expected_chunk = 0
+        self.acked = 0  # items of a stream that the user has taken
+        self.gap_until_ns = 0  # a reported gap has been answered; further reports of it are ignored until then
 
 
 class CallerLane:
@@ -243,15 +250,17 @@ class CallerLane:
             )
             self._pump(now, effects)
         elif self.connected:
-            effects.append(SendTo(self._header(Kind.CANCEL, request)))
+            request.probe_gap = 0
+            self._probe(request, now, effects)
         return effects
 
     def consumed(self, seq: int, upto: int) -> list[Effect]:
         """Tell the callee that the user took all chunks below ``upto`` (credit of a stream)."""
         request = self._requests.get(seq)
-        if request is None or not self.connected:
+        if request is None:
             return []
-        return [SendTo(self._header(Kind.ACK, request)._replace(floor=upto))]
+        request.acked = max(request.acked, upto)  # said again with every probe: a lost one must not stop the stream
+        return [self._ack(request)] if self.connected else []
 
     # -- what the network says -----------------------------------------------------------------------------------
 
@@ -267,12 +276,10 @@ class CallerLane:
         for request in self._order:
             if request.state is RequestState.WAITING or request.state is RequestState.DONE:
                 continue
+            request.gap_until_ns = 0
+            request.probe_gap = 0
             if request.seq >= callee_next:
-                if request.open_calls and (request.cancelled or request.give_up_ns != _NEVER):
-                    self._settle_unseen(request, effects)
                 self._transmit(request, now, effects)
-            elif request.open_calls and (request.cancelled or request.give_up_ns != _NEVER):
-                effects.append(SendTo(self._header(Kind.CANCEL, request)))
             else:
                 self._probe(request, now, effects)
         self._pump(now, effects)
@@ -307,7 +314,7 @@ class CallerLane:
         effects: list[Effect] = []
         kind = header.kind
         if kind == Kind.RESULT:
-            self._on_reply(header, OutcomeKind.OK, buffers, "", now, effects)
+            self._on_reply(header, OutcomeKind.OK, buffers, "", "", now, effects)
         elif kind == Kind.FAILURE:
             self._on_failure(header, buffers, now, effects)
         elif kind == Kind.PROGRESS:
@@ -397,6 +404,9 @@ class CallerLane:
         request.remote = 0
         request.probe_gap = self.timing.probe_first
         self._set_probe(request, now + request.probe_gap)
+        if request.cancelled or request.give_up_ns != _NEVER:
+            request.skip = True
+            request.buffers = ()
         if request.skip:
             effects.append(SendTo(self._header(Kind.SKIP, request)))
             return
@@ -411,10 +421,17 @@ class CallerLane:
             self._transmit(waiting.popleft(), now, effects)
 
     def _probe(self, request: _Request, now: int, effects: list[Effect]) -> None:
+        """Ask how far it is; of a request that nobody wants, ask that it should not run (the answers are the same)."""
         self.probes += 1
-        effects.append(SendTo(self._header(Kind.PROBE, request)))
-        request.probe_gap = min(max(request.probe_gap, self.timing.probe_first) * 2, self.timing.probe_max)
+        unwanted = request.skip or request.cancelled or request.give_up_ns != _NEVER
+        effects.append(SendTo(self._header(Kind.CANCEL if unwanted else Kind.PROBE, request)))
+        if request.acked:
+            effects.append(self._ack(request))
+        request.probe_gap = min(max(request.probe_gap * 2, self.timing.probe_first), self.timing.probe_max)
         self._set_probe(request, now + request.probe_gap)
+
+    def _ack(self, request: _Request) -> SendTo:
+        return SendTo(self._header(Kind.ACK, request)._replace(floor=request.acked))
 
     def _set_probe(self, request: _Request, due: int) -> None:
         request.probe_ns = due
@@ -432,8 +449,9 @@ class CallerLane:
         return None
 
     def _on_reply(
-        self, header: Header, kind: OutcomeKind, payload: Buffers, reason: str, now: int, effects: list[Effect]
-    ) -> None:
+        self, header: Header, kind: OutcomeKind, payload: Buffers, reason: str, evidence: str, now: int,
+        effects: list[Effect],
+    ) -> None:  # fmt: skip
         seq = header.seq
         request = self._find(seq)
         if request is None or request.attempts == 0:
@@ -441,10 +459,10 @@ class CallerLane:
         if request.calls == 1:
             if request.open_calls:
                 request.open_calls = 0
-                effects.append(Finish(self.lane, seq, Outcome(kind, payload, reason, "", request.attempts)))
+                effects.append(Finish(self.lane, seq, Outcome(kind, payload, reason, evidence, request.attempts)))
             self._retire(request)
         elif header.calls == request.calls:  # one word about the whole request: it never started
-            self._finish_all(request, Outcome(kind, payload, reason, "", request.attempts), effects)
+            self._finish_all(request, Outcome(kind, payload, reason, evidence, request.attempts), effects)
             self._retire(request)
         else:
             finished = request.finished
@@ -455,7 +473,7 @@ class CallerLane:
                 request.replied += 1
                 if request.open_calls:
                     request.open_calls -= 1
-                    effects.append(Finish(self.lane, seq, Outcome(kind, payload, reason, "", request.attempts)))
+                    effects.append(Finish(self.lane, seq, Outcome(kind, payload, reason, evidence, request.attempts)))
             if request.replied == request.calls:
                 self._retire(request)
             else:
@@ -465,22 +483,28 @@ class CallerLane:
         if self._waiting:
             self._pump(now, effects)
 
-    _FAILURES: Final[dict[int, tuple[OutcomeKind, str]]] = {
-        Status.APP_ERROR: (OutcomeKind.APP_ERROR, ""),
-        Status.CANCELLED: (OutcomeKind.CANCELLED, "cancelled"),
-        Status.EXPIRED: (OutcomeKind.NOT_EXECUTED, "deadline"),
-        Status.PREDECESSOR: (OutcomeKind.NOT_EXECUTED, "predecessor"),
-        Status.EVICTED: (OutcomeKind.UNKNOWN, "evicted"),
-        Status.SHUTDOWN: (OutcomeKind.NOT_EXECUTED, "shutdown"),
+    _FAILURES: Final[dict[int, tuple[OutcomeKind, str, str]]] = {
+        Status.APP_ERROR: (OutcomeKind.APP_ERROR, "", ""),
+        Status.CANCELLED: (OutcomeKind.CANCELLED, "cancelled", ""),
+        Status.EXPIRED: (OutcomeKind.NOT_EXECUTED, "deadline", "expired before it started"),
+        Status.PREDECESSOR: (OutcomeKind.NOT_EXECUTED, "predecessor", "a call before it in its batch failed"),
+        Status.EVICTED: (OutcomeKind.UNKNOWN, "evicted", "the worker no longer has its answer"),
+        Status.SHUTDOWN: (OutcomeKind.NOT_EXECUTED, "shutdown", "the worker starts nothing more"),
+        Status.UNKNOWN_LANE: (OutcomeKind.NOT_EXECUTED, "protocol", "the worker has no such lane"),
     }
 
     def _on_failure(self, header: Header, buffers: Buffers, now: int, effects: list[Effect]) -> None:
-        kind, reason = self._FAILURES.get(header.status, (OutcomeKind.UNKNOWN, "protocol"))
-        if kind is OutcomeKind.CANCELLED:
+        kind, reason, evidence = self._FAILURES.get(
+            header.status,
+            (OutcomeKind.UNKNOWN, "protocol", f"the worker said {header.status}, which has no meaning here"),
+        )
+        if header.status in (Status.CANCELLED, Status.EXPIRED):  # not started, either way: say what the user knows of
             request = self._find(header.seq)
-            if request is not None and not request.cancelled:  # our own CANCEL after the deadline: proved not started
+            if request is not None and request.cancelled:
+                kind, reason = OutcomeKind.CANCELLED, "cancelled"
+            else:
                 kind, reason = OutcomeKind.NOT_EXECUTED, "deadline"
-        self._on_reply(header, kind, buffers, reason, now, effects)
+        self._on_reply(header, kind, buffers, reason, evidence, now, effects)
 
     def _on_progress(self, header: Header, now: int, effects: list[Effect]) -> None:
         request = self._find(header.seq)
@@ -503,27 +527,27 @@ class CallerLane:
 
     def _on_nack(self, header: Header, now: int, effects: list[Effect]) -> None:
         if header.status == Status.GAP:
-            for request in self._order:
-                if request.seq < header.seq or request.state not in (RequestState.SENT, RequestState.RECEIVED):
-                    continue
-                if request.open_calls and (request.cancelled or request.give_up_ns != _NEVER):
-                    self._settle_unseen(request, effects)
-                self._transmit(request, now, effects)
+            self._on_gap(header.seq, now, effects)
         elif header.status == Status.WINDOW:
             self._retry_later(header.seq, now)
-        elif header.status in (Status.UNKNOWN_LANE, Status.MISMATCH):
-            self._on_reply(header, OutcomeKind.NOT_EXECUTED, (), "protocol", now, effects)
+        elif header.status == Status.UNKNOWN_LANE:
+            self._on_failure(header, (), now, effects)
+        elif header.status == Status.MISMATCH:
+            request = self._find(header.seq)
+            if request is not None and request.attempts:
+                evidence = "the worker knows another request of this number"
+                self._finish_all(
+                    request, Outcome(OutcomeKind.UNKNOWN, None, "protocol", evidence, request.attempts), effects
+                )
+                self._retire(request)
 
-    def _settle_unseen(self, request: _Request, effects: list[Effect]) -> None:
-        """Settle a request that nobody wants any more and that is proved never to have arrived."""
-        if request.cancelled:
-            kind, reason = OutcomeKind.CANCELLED, "cancelled"
-        else:
-            kind, reason = OutcomeKind.NOT_EXECUTED, "deadline"
-        request.give_up_ns = _NEVER
-        self._finish_all(request, Outcome(kind, None, reason, "it never reached the worker", request.attempts), effects)
-        request.skip = True
-        request.buffers = ()
+    def _on_gap(self, callee_next: int, now: int, effects: list[Effect]) -> None:
+        """Send again what the callee has not admitted; once, though every message behind a gap reports it."""
+        for request in self._order:
+            if request.seq < callee_next or request.state is not RequestState.SENT or now < request.gap_until_ns:
+                continue
+            request.gap_until_ns = now + self.timing.probe_first
+            self._transmit(request, now, effects)
 
     def _retry_later(self, seq: int, now: int) -> None:
         request = self._find(seq)
@@ -532,30 +556,38 @@ class CallerLane:
 
     def _on_chunk(self, header: Header, buffers: Buffers, now: int, effects: list[Effect]) -> None:
         request = self._find(header.seq)
-        if request is None:
+        if request is None or request.attempts == 0:
             return
         request.state = RequestState.RECEIVED
         if header.floor == request.expected_chunk:
             request.expected_chunk += 1
+            request.gap_until_ns = 0
             if request.open_calls:
                 effects.append(Chunk(self.lane, header.seq, header.floor, buffers))
         elif header.floor > request.expected_chunk:
-            self._probe(request, now, effects)
+            self._ask_for_chunks(request, now, effects)
             return
         request.probe_gap = self.timing.probe_received
         self._set_probe(request, now + request.probe_gap)
 
     def _on_end(self, header: Header, buffers: Buffers, now: int, effects: list[Effect]) -> None:
         request = self._find(header.seq)
-        if request is None:
+        if request is None or request.attempts == 0:
             return
         if header.floor != request.expected_chunk and request.open_calls:
-            self._probe(request, now, effects)  # items are missing: ask for them before the end counts
+            self._ask_for_chunks(request, now, effects)  # before the end counts
             return
         if header.status == Status.OK:
-            self._on_reply(header, OutcomeKind.OK, buffers, "", now, effects)
+            self._on_reply(header, OutcomeKind.OK, buffers, "", "", now, effects)
         else:
             self._on_failure(header, buffers, now, effects)
+
+    def _ask_for_chunks(self, request: _Request, now: int, effects: list[Effect]) -> None:
+        """Items are missing: ask for them, once, though every later item shows it."""
+        if now >= request.gap_until_ns:
+            request.gap_until_ns = now + self.timing.probe_first
+            request.probe_gap = 0
+            self._probe(request, now, effects)
 
     def _expire(self, request: _Request, now: int, effects: list[Effect]) -> None:
         request.deadline_ns = _NEVER
@@ -569,13 +601,12 @@ class CallerLane:
         request.give_up_ns = now + self.timing.cancel_grace
         self._next_due = min(self._next_due, request.give_up_ns)
         if self.connected:
-            effects.append(SendTo(self._header(Kind.CANCEL, request)))
+            request.probe_gap = 0
+            self._probe(request, now, effects)
 
     def _give_up_place(self, request: _Request, outcome: Outcome, effects: list[Effect]) -> None:
         """Settle a request that was never transmitted; its place still goes out, as SKIP."""
         self._finish_all(request, outcome, effects)
-        request.skip = True
-        request.buffers = ()
         request.nbytes = 0
         request.deadline_ns = _NEVER
 
@@ -584,6 +615,8 @@ class CallerLane:
             return
         finished = request.finished or ()
         request.open_calls = 0
+        request.skip = True
+        request.buffers = ()
         effects.extend(
             Finish(self.lane, seq, outcome)
             for seq in range(request.seq, request.seq + request.calls)

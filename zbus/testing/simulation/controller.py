@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from zbus.protocol.caller import CallerLane
 from zbus.protocol.liveness import LinkMachine, LinkState
 from zbus.protocol.messages import Buffers, Chunk, Effect, Finish, Header, Kind, SendTo, Status
-from zbus.testing.simulation.ledger import Call, Violation
+from zbus.testing.simulation.ledger import Call, broken
 
 if TYPE_CHECKING:
     from zbus.testing.simulation.network import Connection
@@ -315,14 +315,14 @@ class SimController:
     def _finish(self, lane: SimLane, effect: Finish) -> None:
         call = lane.calls.pop(effect.seq, None)
         if call is None:
-            raise Violation("I1", f"{lane.machine.lane}/{effect.seq} gets {effect.outcome} after its outcome")
+            broken("I1", f"{lane.machine.lane}/{effect.seq} gets {effect.outcome} after its outcome")
         grace = None if self.was_paused else self.world.timing.cancel_grace
         self.world.ledger.finished(call, effect.outcome, self.world.now, grace=grace)
 
     def _chunk(self, lane: SimLane, effect: Chunk) -> None:
         call = lane.calls.get(effect.seq)
         if call is None:
-            raise Violation("I1", f"{lane.machine.lane}/{effect.seq} delivers an item after its outcome")
+            broken("I1", f"{lane.machine.lane}/{effect.seq} delivers an item after its outcome")
         self.world.ledger.chunk(call, effect.number, effect.buffers)
         self.world.after(self.world.knobs.delay, self.consumed, lane, effect.seq, effect.number + 1)
 

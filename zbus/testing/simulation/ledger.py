@@ -8,22 +8,27 @@ I9 bounds, I10 a quiet run sends nothing twice, I11 the living are READY again a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NoReturn
 
 from zbus.protocol.messages import Buffers, Execute, Outcome, OutcomeKind
 
-__all__ = ["Call", "Ledger", "Violation"]
+__all__ = ["Call", "Ledger", "Violation", "broken"]
 
 _CAUSES: Final = frozenset({"worker_exit", "lease", "fenced", "deadline"})
 _PROVED: Final = (OutcomeKind.NOT_EXECUTED, OutcomeKind.CANCELLED)
 
 
-class Violation(Exception):  # noqa: N818  # it is one
+class Violation(Exception):
     """A promise was broken; ``rule`` is its number."""
 
     def __init__(self, rule: str, text: str) -> None:
         super().__init__(f"{rule}: {text}")
         self.rule = rule
+
+
+def broken(rule: str, text: str) -> NoReturn:
+    """Raise ``Violation``."""
+    raise Violation(rule, text)
 
 
 class Call:
@@ -74,7 +79,7 @@ class Ledger:
     def placed(self, call: Call) -> None:
         """Note a new call."""
         if call.key in self.calls:
-            raise Violation("I3", f"{call!r} was placed twice")
+            broken("I3", f"{call!r} was placed twice")
         self.calls[call.key] = call
         self.open += 1
 
@@ -84,9 +89,9 @@ class Ledger:
         for index in range(request.calls):
             call = self.calls.get((incarnation, request.session, request.lane, request.seq + index))
             if call is None or call.index != index or call.size != request.calls:
-                raise Violation("I4", f"{request.lane}/{request.seq}+{index} is to run and was never placed so")
+                broken("I4", f"{request.lane}/{request.seq}+{index} is to run and was never placed so")
             if bytes(request.buffers[0]) != call.token:
-                raise Violation("I4", f"{call!r} is to run with the payload {bytes(request.buffers[0])!r}")
+                broken("I4", f"{call!r} is to run with the payload {bytes(request.buffers[0])!r}")
             calls.append(call)
         return calls
 
@@ -102,21 +107,21 @@ class Ledger:
         """
         call.started += 1
         if call.started > 1:
-            raise Violation("I2", f"{call!r} starts a second time")
+            broken("I2", f"{call!r} starts a second time")
         if call.outcome is not None and call.outcome.kind in _PROVED:
-            raise Violation("I5", f"{call!r} starts after {call.outcome.kind.value} was said")
+            broken("I5", f"{call!r} starts after {call.outcome.kind.value} was said")
         if 0 < epoch < highest:
-            raise Violation("I7", f"{call!r} starts for epoch {epoch}, {highest} was welcomed")
+            broken("I7", f"{call!r} starts for epoch {epoch}, {highest} was welcomed")
         if draining and call.index == 0:
-            raise Violation("I7", f"{call!r} starts after the drain")
+            broken("I7", f"{call!r} starts after the drain")
         if call.index and not alone:
             return  # where several requests run at once, order is that of the requests
         stream = call.key[:3]
         last = self._last_started.get(stream)
         if last is not None and (last.key[3] >= call.key[3] or last.batch > call.batch):
-            raise Violation("I3", f"{call!r} starts after {last!r}")
+            broken("I3", f"{call!r} starts after {last!r}")
         if alone and last is not None and not last.ended and last.index != call.index - 1:
-            raise Violation("I3", f"{call!r} starts before the end of {last!r}")
+            broken("I3", f"{call!r} starts before the end of {last!r}")
         self._last_started[stream] = call
 
     def end(self, call: Call, kind: OutcomeKind, result: bytes) -> None:
@@ -127,11 +132,11 @@ class Ledger:
     def chunk(self, call: Call, number: int, buffers: Buffers) -> None:
         """Note an item delivered to the user."""
         if number != call.chunks:
-            raise Violation("I4", f"{call!r} delivers item {number}, expected {call.chunks}")
+            broken("I4", f"{call!r} delivers item {number}, expected {call.chunks}")
         if bytes(buffers[0]) != b"%s#%d" % (call.token, number):
-            raise Violation("I4", f"{call!r} delivers {bytes(buffers[0])!r} as item {number}")
+            broken("I4", f"{call!r} delivers {bytes(buffers[0])!r} as item {number}")
         if call.outcome is not None:
-            raise Violation("I1", f"{call!r} delivers an item after its outcome")
+            broken("I1", f"{call!r} delivers an item after its outcome")
         call.chunks += 1
 
     def finished(self, call: Call, outcome: Outcome, now: int, *, grace: int | None) -> None:
@@ -144,38 +149,38 @@ class Ledger:
             grace: How long after its deadline it may come; None where the caller was stopped meanwhile.
         """
         if call.outcome is not None:
-            raise Violation("I1", f"{call!r} is told {outcome.kind.value} after {call.outcome.kind.value}")
+            broken("I1", f"{call!r} is told {outcome.kind.value} after {call.outcome.kind.value}")
         call.outcome = outcome
         self.open -= 1
         kind = outcome.kind
         self.covered["outcome", kind.value, outcome.reason] += 1
         if call.deadline is not None and grace is not None and now > call.deadline + grace:
-            raise Violation("I1", f"{call!r} has its outcome {(now - call.deadline) / 1e6:.1f} ms after its deadline")
+            broken("I1", f"{call!r} has its outcome {(now - call.deadline) / 1e6:.1f} ms after its deadline")
         if kind in _PROVED:
             if call.started:
-                raise Violation("I5", f"{call!r} is told {kind.value} ({outcome.reason}), but it started")
+                broken("I5", f"{call!r} is told {kind.value} ({outcome.reason}), but it started")
             if kind is OutcomeKind.CANCELLED and not call.cancelled:
-                raise Violation("I1", f"{call!r} is told CANCELLED, nobody asked")
+                broken("I1", f"{call!r} is told CANCELLED, nobody asked")
         elif kind is OutcomeKind.UNKNOWN:
             if outcome.reason not in _CAUSES or not outcome.evidence:
-                raise Violation("I6", f"{call!r} is told UNKNOWN ({outcome.reason!r}, {outcome.evidence!r})")
+                broken("I6", f"{call!r} is told UNKNOWN ({outcome.reason!r}, {outcome.evidence!r})")
             if outcome.reason == "deadline" and (call.deadline is None or now < call.deadline):
-                raise Violation("I6", f"{call!r} is told UNKNOWN(deadline) before its deadline")
+                broken("I6", f"{call!r} is told UNKNOWN(deadline) before its deadline")
         else:
             payload = b"" if not outcome.payload else bytes(outcome.payload[0])
             if (call.started, call.ended) != (1, 1) or call.result != (kind, payload):
-                raise Violation(
+                broken(
                     "I4",
                     f"{call!r} is told {kind.value} {payload!r}; it started {call.started} and ended {call.ended} "
                     f"times with {call.result}",
                 )
             if call.stream and kind is OutcomeKind.OK and call.chunks != call.said:
-                raise Violation("I4", f"{call!r} is told OK after {call.chunks} of {call.said} items")
+                broken("I4", f"{call!r} is told OK after {call.chunks} of {call.said} items")
 
     def check_end(self, alive: Mapping[bytes, bool]) -> None:
         """Check what must hold when everything is quiet; ``alive`` tells which sessions' callers live."""
         for call in self.calls.values():
             if call.outcome is None and alive[call.key[1]]:
-                raise Violation("I1", f"{call!r} never got an outcome; it started {call.started} times")
+                broken("I1", f"{call!r} never got an outcome; it started {call.started} times")
             if call.outcome is not None and call.outcome.kind in _PROVED and call.started:
-                raise Violation("I5", f"{call!r} was told {call.outcome.kind.value}, but it started")
+                broken("I5", f"{call!r} was told {call.outcome.kind.value}, but it started")

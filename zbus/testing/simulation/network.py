@@ -11,7 +11,7 @@ from heapq import heappush
 from typing import TYPE_CHECKING, Any
 
 from zbus.protocol import frames
-from zbus.protocol.messages import Buffers, Header
+from zbus.protocol.messages import Buffers, Header, Kind, Status
 from zbus.testing.simulation.knobs import MS
 
 if TYPE_CHECKING:
@@ -115,8 +115,6 @@ class Network:
 
 
 def _words(header: Header) -> str:
-    from zbus.protocol.messages import Kind, Status  # noqa: PLC0415
-
     status = f" {Status(header.status).name}" if header.status else ""
     span = f"{header.seq}" if header.calls == 1 else f"{header.seq}+{header.calls}"
     return f"{Kind(header.kind).name}{status} {header.lane}/{span} attempt {header.attempt} floor {header.floor}"

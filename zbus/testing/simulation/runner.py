@@ -12,7 +12,7 @@ from zbus.protocol.messages import Kind, Status
 from zbus.testing.simulation.ledger import Violation
 from zbus.testing.simulation.world import World
 
-__all__ = ["Failure", "Report", "replay", "run_seed", "run_seeds", "run_for"]
+__all__ = ["Failure", "Report", "replay", "run_for", "run_seed", "run_seeds"]
 
 STORY_LINES: Final = 60
 

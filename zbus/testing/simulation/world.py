@@ -16,9 +16,9 @@ import msgpack
 from zbus.protocol.caller import Timing
 from zbus.protocol.liveness import LinkState
 from zbus.protocol.messages import Buffers
-from zbus.testing.simulation.controller import SimController, SimLink, SimPeer
+from zbus.testing.simulation.controller import SimController, SimLink
 from zbus.testing.simulation.knobs import MS, Knobs, draw
-from zbus.testing.simulation.ledger import Ledger, Violation
+from zbus.testing.simulation.ledger import Ledger, broken
 from zbus.testing.simulation.network import Network
 from zbus.testing.simulation.worker import SimWorker
 
@@ -111,7 +111,7 @@ class World:
             events += 1
             method(*args)
             if events > _MAX_EVENTS:
-                raise Violation("I9", f"{events} events and no end: a storm of messages")
+                broken("I9", f"{events} events and no end: a storm of messages")
         self.events = events
         self.ledger.check_end({controller.session: controller.alive for controller in self.controllers})
         if self.knobs.faultless:
@@ -160,7 +160,7 @@ class World:
         if not reason:
             self.heap.clear()
         elif self.now > limit:
-            raise Violation("I1" if "call" in reason else "I11", f"{reason}, {_PATIENCE / 1e9:.0f} s after all faults")
+            broken("I1" if "call" in reason else "I11", f"{reason}, {_PATIENCE / 1e9:.0f} s after all faults")
         else:
             self.at(self.now + _QUIET, self._look, limit)
 
@@ -186,7 +186,7 @@ class World:
                 for link in peer.links.values():
                     for lane in link.lanes.values():
                         if lane.machine.retransmissions:
-                            raise Violation("I10", f"{lane.machine.retransmissions} retransmissions in a calm run")
+                            broken("I10", f"{lane.machine.retransmissions} retransmissions in a calm run")
 
     # -- the program ---------------------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class World:
         for controller in self.controllers:
             self.after(int(self.random() * 80 * MS), controller.observe_end, worker.incarnation, "worker_exit")
         if self._slots[worker.slot] is worker:
-            self.after(int(self.random() * 50 * MS), self._replace, worker)
+            self.after(int(self.random() * 50 * MS), self._replace_once, worker)
 
     # -- connections ---------------------------------------------------------------------------------------------
 
@@ -345,7 +345,8 @@ class World:
             self.after(int(self.random() * 200 * MS), self.crash, worker)
 
     def _pause(self) -> None:
-        nodes: list[Any] = [node for node in (*self.controllers, *self.workers) if node.alive]
+        nodes: list[SimController | SimWorker] = [*self.controllers, *self.workers]
+        nodes = [node for node in nodes if node.alive]
         node = nodes[int(self.random() * len(nodes))]
         node.paused_until = max(node.paused_until, self.now + int(self.random() * 300 * MS))
         self.covered["fault", f"pause of a {type(node).__name__[3:].lower()}"] += 1
@@ -360,7 +361,9 @@ class World:
             return
         until = self.now + int((10 + self.random() * 150) * MS)
         direction = int(self.random() * 3)
-        self.covered["fault", ("partition to callers", "partition to the worker", "partition both ways")[direction]] += 1
+        self.covered[
+            "fault", ("partition to callers", "partition to the worker", "partition both ways")[direction]
+        ] += 1
         for side in (0, 1):
             if direction in (side, 2):
                 worker.blocked[side] = max(worker.blocked[side], until)
