@@ -20,7 +20,7 @@ from controller.report import Summary, merge_traces, plain_data
 from controller.signals import Interrupts, Terminated
 from controller.targets import Target, call_driver, find_driver, parse_target, run_script, takes_run
 from zbus import __version__
-from zbus.config import Resolved, TrialDir, load_config, write_atomically
+from zbus.config import Resolved, TrialDir, format_duration, load_config, write_atomically
 from zbus.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -181,7 +181,9 @@ class _Execution:
         from controller.controller import Controller
 
         config = self._context.config
-        self._context.make_trial(self._target.experiment)
+        trial = self._context.make_trial(self._target.experiment)
+        if config.scheduler.type == "external":
+            self._say_what_to_start(trial)
         began = time.monotonic()
         bus = Controller.launch(config=config)
         took = time.monotonic() - began
@@ -189,6 +191,16 @@ class _Execution:
         for name, role in config.roles.items():
             self._console.note(f"  {mark} {name:<10} {role.world_size}/{role.world_size} ready   {took:.1f} s")
         return bus
+
+    def _say_what_to_start(self, trial: TrialDir) -> None:
+        limit = format_duration(self._context.config.scheduler.startup_timeout)
+        self._console.note(
+            f"  waiting {limit} for ranks that are started by hand; the same line on every host, such as"
+        )
+        for name, role in self._context.config.roles.items():
+            self._console.note(
+                f"    zbus-worker start --role {name} --nproc {role.world_size} --trial-dir {trial.path}"
+            )
 
     def _open_progress(self, total: float | None, text: str) -> Progress:
         return open_progress(self._console, self._options.progress, total, text)

@@ -243,7 +243,7 @@ def test_a_dead_rank_ends_the_run_with_its_cause(job, how, exit_words):
     assert done.returncode == 4
     assert done.stderr.count("error[ZB0301]") == 1
     block = done.stderr[done.stderr.index("error[ZB0301]") :]
-    for words in ("actor", "rank 1", exit_words, "logs/actor/1.0.log", "last words", "crash/actor.1.0.json", "hint: "):
+    for words in ("actor", exit_words, "logs/actor/1.0.log", "last words", "crash/actor.1.0.json", "hint: "):
         assert words in block
     error = json.loads((only_trial(job) / "summary.json").read_text())["error"]
     assert (error["code"], error["role"], error["rank"], error["method"]) == ("ZB0301", "actor", 1, "end")
@@ -409,3 +409,27 @@ def test_a_runtime_directory_with_too_long_a_path_is_refused(job, monkeypatch):
     done = run("run", "job.yaml")
     assert done.returncode == 2, done.stderr
     assert "ZBUS_RUNTIME_DIR" in done.stderr
+
+
+def test_ranks_started_by_hand_do_the_same_job(job):
+    """With scheduler.type=external the command prints the line to type elsewhere, and that line is all it takes."""
+    command = [*COMMAND, "run", "job.yaml", "scheduler.type=external", "-t", "ext"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        line = next(line for line in process.stderr if "zbus-worker start " in line)
+        words = line.split()
+        assert words == ["zbus-worker", "start", "--role", "actor", "--nproc", "2", "--trial-dir", str(only_trial(job))]
+        by_hand = subprocess.run(
+            [sys.executable, "-m", "workers", *words[1:]], capture_output=True, text=True, timeout=scaled(60)
+        )
+        out, err = process.communicate(timeout=scaled(20))
+    assert (process.returncode, by_hand.returncode) == (0, 0), err + by_hand.stderr
+    assert "done in " in out
+
+
+def test_a_dry_run_shows_the_config_and_starts_nothing(job):
+    """--dry-run prints the resolved config with origins, valid as a config again, and makes no directory."""
+    done = run("run", "--dry-run", "job.yaml", "rpc.timeout=5m")
+    assert done.returncode == 0
+    assert "timeout: 300.0  # command line, argument 3" in done.stdout
+    assert yaml.safe_load(done.stdout)["roles"]["actor"]["engine"] == f"{job}/engines.py:Actor"
+    assert not (job / "zbus-runs").exists()

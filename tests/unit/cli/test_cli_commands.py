@@ -169,3 +169,27 @@ def test_the_page_of_commands_is_current():
 
     file = Path(__file__).resolve().parents[3] / "docs" / "reference" / "cli.md"
     assert file.read_text(encoding="utf-8") == commands_page()
+
+
+def test_every_command_that_texts_recommend_can_be_typed():
+    """Each `zbus-controller …` in explanations and hints of this package parses: command and options exist."""
+    import re
+    from pathlib import Path
+
+    import click
+
+    from controller.cli import cli
+
+    folder = Path(__file__).resolve().parents[3] / "controller"
+    sources = "\n".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py")))
+    # Only what stands on one line as a whole command; words in braces are filled in when shown.
+    found = set(re.findall(r"zbus-controller ((?:run|status|stop|explain)\b[^\"`\n;()]*)", sources))
+    assert len(found) > 5
+    for text in sorted(found):
+        name, *words = re.sub(r"\{[^}]*\}?", "x", text).split()
+        command = cli.commands[name]
+        context = click.Context(command, info_name=name)
+        options = {form for parameter in command.params for form in parameter.opts}
+        used = [word for word in words if word.startswith("-")]
+        assert set(used) <= options | {"-h", "--help"}, text
+        assert context.info_name == name
