@@ -443,6 +443,8 @@ class Controller:
 
     def _stop_workers(self, scheduler: Scheduler, grace_s: float) -> None:
         """Tell every worker to end, acknowledged; then have the scheduler see to it."""
+        if self._members is not None:
+            self._members.ending()
         try:
             for role in self.roles:
                 self._ask(role, "zbus.stop", grace_s)

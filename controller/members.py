@@ -109,7 +109,6 @@ class RoleMembers:
         ended: ExitRecord | None = self._exit_of(peer.incarnation) if peer.incarnation else None
         if ended is None:
             return WorkerFacts(host=welcome.get("host"), pid=welcome.get("pid"))
-        facts = {"exit": _how(ended)}
         hint = None
         if ended.oom:
             hint = f"raise roles.{ended.role}.mem or lower its batch"
@@ -122,7 +121,7 @@ class RoleMembers:
             signal=ended.signal,
             log_tail=ended.log_tail,
             crash_file=ended.crash_file or None,
-            facts={**facts, "start": str(ended.start), "log": ended.log},
+            facts=_exit_facts(ended),
             hint=hint,
         )
 
@@ -177,6 +176,7 @@ class Members:
         self._by_peer: dict[Peer, Member] = {}
         self._changed = threading.Condition()
         self._closing = False
+        self._ending = False
         self.strangers: list[str] = []
         client.on_state = self.on_state
         self._thread = threading.Thread(target=self._run, name="zbus-members", daemon=True)
@@ -412,16 +412,38 @@ class Members:
     def _settle_dead(self, member: Member, reason: str, evidence: str) -> None:
         if member.phase == Phase.DEAD:
             return
+        self._tell(member, reason, evidence)
         starting = member.phase != Phase.READY
         member.suspect_since = None
         if starting and member.error is None and self.roles[member.name.role].job.restart == "never":
             member.error = self._start_failure(member, reason, evidence)
         member.to(Phase.DEAD)
 
+    def _tell(self, member: Member, reason: str, evidence: str) -> None:
+        """Log an end that nobody asked for; as a warning if no call will tell of it."""
+        if self._ending or (member.exited is not None and member.exited.stopped):
+            return
+        starting = member.phase != Phase.READY
+        told_by_call = starting or (member.peer is not None and member.peer.had_calls)
+        place = f"; {_where(member)}" if member.record is not None else ""
+        log.log(
+            logging.INFO if told_by_call else logging.WARNING,
+            "%s died %s: %s (%s)%s",
+            member.name,
+            f"while {_doing(member.phase)}" if starting else "in a call" if told_by_call else "outside any call",
+            evidence,
+            reason,
+            place,
+        )
+
+    def ending(self) -> None:
+        """From now on workers are asked to end: their ends are no news. Any thread."""
+        self._ending = True
+
     def _start_failure(self, member: Member, reason: str, evidence: str) -> Exception:
         ended = member.exited
         return WorkerLost(
-            f"{member.name} died while {_doing(member.phase)}: {evidence}",
+            f"{member.name} died while {_doing(member.phase)}",
             role=member.name.role,
             rank=member.name.rank,
             host=None if ended is None else ended.host,
@@ -433,8 +455,15 @@ class Members:
             signal_of_worker=None if ended is None else ended.signal,
             log_tail=() if ended is None else ended.log_tail,
             crash_file=None if ended is None else ended.crash_file or None,
-            facts={} if ended is None else {"exit": _how(ended), "log": ended.log},
+            facts={"exit" if reason == "worker_exit" else "evidence": evidence, **_exit_facts(ended)},
         )
+
+
+def _exit_facts(ended: ExitRecord | None) -> dict[str, str]:
+    if ended is None:
+        return {}
+    facts = {"exit": _how(ended), "start": str(ended.start), "log": ended.log}
+    return {**facts, "stacks": ended.stacks} if ended.stacks else facts
 
 
 def _how(record: ExitRecord) -> str:

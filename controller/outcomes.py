@@ -15,11 +15,12 @@ from zbus.errors import (
     CallTimeout,
     NotExecuted,
     OutcomeUnknown,
+    Unavailable,
     WorkerLost,
 )
 from zbus.protocol.messages import Outcome, OutcomeKind
 
-__all__ = ["Origin", "WaitTimeout", "batch_error", "error_of", "is_echo"]
+__all__ = ["Origin", "WaitTimeout", "batch_error", "error_of", "is_echo", "spans", "unavailable"]
 
 
 class WaitTimeout(CallTimeout, TimeoutError):
@@ -46,6 +47,7 @@ class Origin:
         method: Endpoint name.
         batch: Number of the call in its batch, or None for a plain call.
         deadline_s: The call's deadline in seconds, or None.
+        number: Number of the batch among those of its group, from 1, or None.
     """
 
     roster: Roster
@@ -53,17 +55,18 @@ class Origin:
     method: str
     batch: int | None = None
     deadline_s: float | None = None
+    number: int | None = None
 
 
-def error_of(outcome: Outcome, origin: Origin) -> Exception:
+def error_of(outcome: Outcome, origin: Origin) -> CallError:
     """Make the error for an outcome other than OK. Reads the worker's facts, so never call it under a lock."""
     facts = origin.roster.facts(origin.peer)
     if outcome.kind is OutcomeKind.APP_ERROR:
         return _remote(outcome, origin, facts)
-    cls, text = _kind(outcome, origin, facts)
+    cls, text, more = _kind(outcome, origin)
     name = origin.peer.name
-    return cls(
-        f"{name.role}.{origin.method} on rank {name.rank} {text}",
+    error = cls(
+        text,
         role=name.role,
         rank=name.rank,
         host=facts.host,
@@ -78,11 +81,45 @@ def error_of(outcome: Outcome, origin: Origin) -> Exception:
         log_tail=facts.log_tail,
         crash_file=facts.crash_file,
         hint=facts.hint,
-        facts=facts.facts,
+        facts={**more, **facts.facts},
+    )
+    if facts.log_tail:
+        error.add_note(f"log {facts.facts.get('log', '')}: {facts.log_tail[-1]}")
+    return error
+
+
+def unavailable(error: Unavailable, origin: Origin, names: str) -> Unavailable:
+    """Add to the refusal of a call what is known of the dead rank that caused it. Never call it under a lock.
+
+    Args:
+        error: The placer's refusal; nothing was sent.
+        origin: The dead rank.
+        names: All dead ranks of the call, in words.
+    """
+    facts = origin.roster.facts(origin.peer)
+    name = origin.peer.name
+    evidence = origin.peer.evidence
+    return Unavailable(
+        f"{names} died, so `{origin.method}` was sent to no rank",
+        role=name.role,
+        rank=name.rank,
+        host=facts.host,
+        pid=facts.pid,
+        method=origin.method,
+        batch=origin.batch,
+        attempts=0,
+        outcome=OutcomeKind.NOT_EXECUTED.value,
+        reason=error.reason,
+        exit_code_of_worker=facts.exit_code,
+        signal_of_worker=facts.signal,
+        log_tail=facts.log_tail,
+        crash_file=facts.crash_file,
+        hint=facts.hint,
+        facts={**({"evidence": evidence} if evidence and "exit" not in facts.facts else {}), **facts.facts},
     )
 
 
-def _remote(outcome: Outcome, origin: Origin, facts: WorkerFacts) -> Exception:
+def _remote(outcome: Outcome, origin: Origin, facts: WorkerFacts) -> CallError:
     from zbus.codec import decode
     from zbus.codec.exceptions import rebuild_exception
 
@@ -102,30 +139,46 @@ def _remote(outcome: Outcome, origin: Origin, facts: WorkerFacts) -> Exception:
     return error
 
 
-_LOST: Final = ("worker_exit", "lease", "fenced", "disconnected")
+_CALL_WAS: Final = "; the call was "
+"""What ``protocol.caller`` puts between how a worker ended and how far its call had come."""
+
+_LOST: Final = {
+    "worker_exit": "died",
+    "lease": "was lost",
+    "fenced": "was replaced",
+    "disconnected": "was disconnected",
+}
 
 
-def _kind(outcome: Outcome, origin: Origin, facts: WorkerFacts) -> tuple[type[CallError], str]:
-    """Return the class and what happened, in words."""
+def _kind(outcome: Outcome, origin: Origin) -> tuple[type[CallError], str, dict[str, str]]:
+    """Return the class, what happened in words, and facts that only this outcome has."""
+    if outcome.reason in _LOST and outcome.kind in (OutcomeKind.UNKNOWN, OutcomeKind.NOT_EXECUTED):
+        return _lost(outcome, origin)
+    name = origin.peer.name
+    who = f"{name.role}.{origin.method} on rank {name.rank}"
     why = f": {outcome.evidence}" if outcome.evidence else ""
     ran = outcome.kind is OutcomeKind.UNKNOWN
     if outcome.kind is OutcomeKind.CANCELLED:
-        return CallCancelled, f"was cancelled before it started{why}"
+        return CallCancelled, f"{who} was cancelled before it started{why}", {}
     if outcome.reason == "deadline":
         limit = "" if origin.deadline_s is None else f" of {origin.deadline_s:g} s"
         state = "it may have run" if ran else "it did not run"
-        return CallTimeout, f"passed its deadline{limit}, {state}{why}"
+        return CallTimeout, f"{who} passed its deadline{limit}, {state}{why}", {}
     if not ran:
-        return NotExecuted, f"did not run ({outcome.reason or 'unknown reason'}){why}"
-    if outcome.reason in _LOST:
-        return WorkerLost, f"was lost with its worker{_how(facts)}; it may have run{why}"
-    return OutcomeUnknown, f"has no known outcome ({outcome.reason or 'no reason'}){why}"
+        return NotExecuted, f"{who} did not run ({outcome.reason or 'unknown reason'}){why}", {}
+    return OutcomeUnknown, f"{who} has no known outcome ({outcome.reason or 'no reason'}){why}", {}
 
 
-def _how(facts: WorkerFacts) -> str:
-    if facts.signal is not None:
-        return f" (signal {facts.signal})"
-    return f" (exit code {facts.exit_code})" if facts.exit_code is not None else ""
+def _lost(outcome: Outcome, origin: Origin) -> tuple[type[CallError], str, dict[str, str]]:
+    verb = _LOST[outcome.reason]
+    batch = "" if origin.number is None else f" (batch {origin.number})"
+    how, _, where = outcome.evidence.partition(_CALL_WAS)
+    more = {"exit" if outcome.reason == "worker_exit" else "evidence": how} if how else {}
+    if outcome.kind is OutcomeKind.NOT_EXECUTED:
+        more["outcome"] = "the call did not start"
+        return NotExecuted, f"{origin.peer.name} {verb} before it was sent `{origin.method}`{batch}", more
+    more["outcome"] = f"the call may have run: it was {where}" if where else "the call may have run"
+    return WorkerLost, f"{origin.peer.name} {verb} during `{origin.method}`{batch}", more
 
 
 _ECHO: Final = re.compile(
@@ -143,17 +196,66 @@ def is_echo(error: BaseException) -> bool:
 
 
 def batch_error(
-    method: str, role: str, errors: Sequence[tuple[int, Exception]], results: Mapping[int, Any], total: int
+    method: str,
+    role: str,
+    errors: Sequence[tuple[int, Exception]],
+    results: Mapping[int, Any],
+    total: int,
+    late: Mapping[int, str] | None = None,
 ) -> BatchError:
-    """Make the error of a call to several ranks from (rank, error) pairs ordered root first."""
+    """Make the error of a call to several ranks from (rank, error) pairs ordered root first.
+
+    Args:
+        method: What was called.
+        role: On whom.
+        errors: The failures.
+        results: Good answers by rank.
+        total: How many ranks were called.
+        late: What is known of each rank that has no outcome yet: the caller does not wait for them.
+    """
     rank, root = errors[0]
     failed = list(dict.fromkeys(rank for rank, _ in errors))
     message = f"{role}.{method} failed on {len(failed)} of {total} ranks, first on rank {rank}: {_first_line(root)}"
-    error = BatchError(message, [one for _, one in errors], results)
+    error = BatchError(message, [one for _, one in errors], results, late)
     if results:
         error.add_note(f"answered: {_ranks(sorted(results))}")
     error.add_note("failed: " + "; ".join(f"rank {rank} {_label(one)}" for rank, one in errors))
+    if late:
+        error.add_note("not waited for: " + "; ".join(f"rank {rank} {state}" for rank, state in late.items()))
+    if isinstance(root, CallError) and (results or late):
+        root.facts["peers"] = _peers(role, results, late or {})
     return error
+
+
+def _peers(role: str, results: Mapping[int, Any], late: Mapping[int, str]) -> str:
+    """Say what became of the ranks that did not fail."""
+    told = [f"{role}/{spans(sorted(results))} finished this call"] if results else []
+    states: dict[str, list[int]] = {}
+    for rank, state in late.items():
+        states.setdefault(_SINCE.sub("", state), []).append(rank)
+    for state, ranks in states.items():
+        since = _SINCE.search(late[ranks[0]]) if len(ranks) == 1 else None
+        told.append(f"{role}/{spans(ranks)} {_STILL.get(state, state)}{since.group() if since else ''}")
+    return "; ".join([*told, "nothing was re-run"])
+
+
+_SINCE: Final = re.compile(r" since [\d.]+ s")
+_STILL: Final = {
+    "running": "still running it",
+    "sent, not confirmed": "has not confirmed it",
+    "arrived, not started": "has not started it",
+}
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Write ascending ranks shortly: ``0-2, 4``."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 def _label(error: Exception) -> str:

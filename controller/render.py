@@ -3,8 +3,10 @@
 ::
 
     error[ZB0301]: actor/3 died during `train_batch` (batch 118)
-      where    host b, pid 24117, attempt 1
+      where    host b, pid 24117, start 0
       exit     killed by SIGKILL
+      outcome  the call may have run: it was running
+      peers    actor/0-2, 4-7 finished this call; nothing was re-run
       log      logs/actor/3.0.log, last 2 lines:
                  step 42 micro 6/8
                  allocating logits 8.1 GiB
@@ -28,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.console import Style, clean, clip, shown
-from zbus.errors import BatchError, CallError, ConfigError, RemoteError, ZbusError
+from zbus.errors import BatchError, CallError, ConfigError, RemoteError, WorkerLost, ZbusError
 
 __all__ = ["Block", "block_of", "error_json", "exit_code_of", "render_block", "render_error", "root_cause"]
 
@@ -38,6 +40,8 @@ _FRAME: Final = re.compile(r'\s*File "(?P<file>.+)", line (?P<line>\d+)(?:, in (
 _KEY_WIDTH: Final = 8
 _MAX_FRAMES: Final = 12
 _MAX_TAIL: Final = 20
+_SHOWN_TAIL: Final = 3
+_MAX_FATAL: Final = 8
 
 
 Fact = tuple[str, str, list[str]]
@@ -101,22 +105,25 @@ def block_of(error: BaseException, *, verbose: bool = False, target: str = "") -
     """Return the parts of the block of one exception (not of a group)."""
     if not isinstance(error, ZbusError):
         return _foreign_block(error, verbose=verbose, target=target)
-    block = Block(error.code, str(error), hint=error.hint, more=f"zbus-controller explain {error.code}")
+    # What the facts say is not said twice.
+    message = error.message if isinstance(error, WorkerLost) else str(error)
+    block = Block(error.code, message, hint=error.hint, more=f"zbus-controller explain {error.code}")
     facts = dict(error.facts)
     if isinstance(error, CallError):
-        facts = {**_call_facts(error), **facts}
+        facts = _call_facts(error, facts)
     log = facts.pop("log", None)
+    stacks = facts.pop("stacks", None)
     if text := facts.pop("traceback", None):
         block.frames = _remote_frames(str(text), verbose=verbose)
     block.facts = [(key, str(value), []) for key, value in facts.items()]
     if isinstance(error, CallError):
-        if tail := [line.rstrip("\n") for line in error.log_tail][-_MAX_TAIL:]:
+        if tail := _tail(error.log_tail, verbose=verbose):
             count = f"last {len(tail)} lines:" if len(tail) > 1 else "last line:"
             block.facts.append(("log", f"{log}, {count}" if log else count, tail))
         elif log:
             block.facts.append(("log", f"{log} (empty)", []))
-        if error.crash_file:
-            block.facts.append(("saved", error.crash_file, []))
+        if saved := ", ".join(filter(None, (error.crash_file, stacks))):
+            block.facts.append(("saved", saved, []))
         if error.remote_traceback:
             block.frames = _remote_frames(error.remote_traceback, verbose=verbose)
     elif log:
@@ -204,9 +211,12 @@ def _who(error: BaseException) -> str:
 # -- calls -------------------------------------------------------------------------------------------------------------
 
 
-def _call_facts(error: CallError) -> dict[str, str]:
+def _call_facts(error: CallError, told: dict[str, str]) -> dict[str, str]:
+    """Return all facts of a call's error in display order: where, exit, outcome, peers, then the rest."""
     facts = {}
     where = [f"{what} {value}" for what, value in (("host", error.host), ("pid", error.pid)) if value is not None]
+    if (start := told.pop("start", None)) is not None:
+        where.append(f"start {start}")
     if error.attempts > 1:
         where.append(f"sent {error.attempts} times")
     if where:
@@ -217,7 +227,22 @@ def _call_facts(error: CallError) -> dict[str, str]:
         facts["exit"] = f"exited with code {error.exit_code_of_worker}"
     if error.outcome in _OUTCOMES and not isinstance(error, RemoteError):
         facts["outcome"] = _OUTCOMES[error.outcome]
-    return facts
+    facts |= told
+    return {key: facts[key] for key in sorted(facts, key=lambda key: _FIRST.get(key, len(_FIRST)))}
+
+
+_FIRST: Final = {key: place for place, key in enumerate(("where", "exit", "evidence", "outcome", "peers"))}
+
+
+def _tail(lines: Sequence[str], *, verbose: bool) -> list[str]:
+    """Return the last lines of a log worth a screen: three, or the interpreter's own report of a crash."""
+    kept = [line.rstrip("\n") for line in lines][-_MAX_TAIL:]
+    if verbose:
+        return kept
+    fatal = next((n for n, line in enumerate(kept) if line.startswith("Fatal Python error")), None)
+    if fatal is not None:
+        return kept[fatal : fatal + _MAX_FATAL]
+    return kept[-_SHOWN_TAIL:]
 
 
 def _signal_name(number: int) -> str:

@@ -31,7 +31,7 @@ All are ``Exception`` (never ``KeyboardInterrupt``) and survive ``copy`` and ``p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 __all__ = [
     "BatchError",
@@ -262,6 +262,10 @@ class WorkerLost(OutcomeUnknown):
     code = "ZB0301"
     exit_code = 4
 
+    def __str__(self) -> str:
+        told = [self.facts[key] for key in ("exit", "evidence", "outcome") if self.facts.get(key)]
+        return f"{self.message}: {'; '.join(told)}" if told else self.message
+
 
 class CallCancelled(CallError):
     """Cancelled before start."""
@@ -283,16 +287,25 @@ class BatchError(ExceptionGroup[Exception]):
         results: Good results by rank.
         root: The first failure, the cause of the rest as far as is known.
         collateral: The other failures.
+        late: What was known of each rank that had no outcome yet when this was raised, by rank; empty if all had one.
     """
 
     results: dict[int, Any]
     root: Exception
     collateral: tuple[Exception, ...]
+    late: dict[int, str]
 
-    def __new__(cls, message: str, errors: Sequence[Exception], results: Mapping[int, Any] | None = None) -> BatchError:
+    def __new__(
+        cls,
+        message: str,
+        errors: Sequence[Exception],
+        results: Mapping[int, Any] | None = None,
+        late: Mapping[int, str] | None = None,
+    ) -> Self:
         """Build from errors ordered root first."""
         self = super().__new__(cls, message, errors)
         self.results = dict(results or {})
+        self.late = dict(late or {})
         self.root = errors[0]
         self.collateral = tuple(errors[1:])
         return self
@@ -302,7 +315,7 @@ class BatchError(ExceptionGroup[Exception]):
 
     def derive(self, excs: Sequence[Exception]) -> BatchError:  # type: ignore[override]  # narrower than the generic
         """Keep the results when a subgroup is split off (``except*``)."""
-        return BatchError(self.message, excs, self.results)
+        return BatchError(self.message, excs, self.results, self.late)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (BatchError, (self.message, list(self.exceptions), self.results))
+        return (BatchError, (self.message, list(self.exceptions), self.results, self.late))

@@ -191,6 +191,7 @@ class ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
         started_wall_ns, ended_wall_ns: For display only.
         log: Path of the log; ``log_tail`` its last lines, oldest first.
         crash_file: Path of the crash report, or empty.
+        stacks: Path of its stack dumps, or empty where none was taken.
         stopped: It had been asked to stop.
     """
 
@@ -211,6 +212,7 @@ class ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
     log: str = ""
     log_tail: list[str] = msgspec.field(default_factory=list)
     crash_file: str = ""
+    stacks: str = ""
     stopped: bool = False
 
 

@@ -204,6 +204,7 @@ class Peer:
         incarnation: Which start of it.
         state: See ``PeerState``.
         welcome: What the worker said of itself in its WELCOME (pid, host, …); empty before.
+        had_calls: Whether a call was out when the incarnation ended; its outcome tells of the end.
     """
 
     def __init__(self, client: Client, name: WorkerName, incarnation: int) -> None:
@@ -211,6 +212,7 @@ class Peer:
         self.incarnation = incarnation
         self.welcome: dict[str, Any] = {}
         self.state = PeerState.CONNECTING
+        self.had_calls = False
         self._client = client
         self.links: dict[str, _Link] = {}
 
@@ -486,6 +488,7 @@ class Client:
             if link.machine.dead(now, reason, evidence):
                 link.channel.clear_outbox()
                 for lane in link.lanes.values():
+                    peer.had_calls = peer.had_calls or (bool(lane.sinks) and lane.machine.lane != "ctl")
                     self.execute(lane, lane.machine.on_dead(reason, evidence))
         peer.refresh()
 

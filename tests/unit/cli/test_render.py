@@ -118,7 +118,7 @@ CASES = {
         hint="stop it with: zbus-controller stop /runs/demo/t1",
     ),
     "hostile_text": lambda: worker_lost(
-        log_tail=["\x1b]0;owned\x07\x1b[2J", "tab\there", "rtl \u202e txt", "x" * 5000],
+        log_tail=["\x1b]0;owned\x07\x1b[2J", "tab\there, rtl \u202e txt", "x" * 5000],
         facts={"\x1b[31mkey": "two\nlines"},
     ),
 }

@@ -184,7 +184,9 @@ def test_an_own_error_heard_first_is_root():
 @pytest.mark.parametrize(
     ("outcome", "cls", "text"),
     [
-        (lost(), WorkerLost, "was lost with its worker; it may have run: killed by SIGKILL"),
+        (lost(), WorkerLost, "actor/0 died during `train`: killed by SIGKILL; the call may have run: it was running"),
+        (lost("silent for 5 s", "lease"), WorkerLost, "actor/0 was lost during `train`: silent for 5 s"),
+        (Outcome(OutcomeKind.NOT_EXECUTED, None, "worker_exit", "", 0), NotExecuted, "died before it was sent `train`"),
         (DEADLINE, CallTimeout, r"passed its deadline of 9 s, it may have run: no word"),
         (Outcome(OutcomeKind.NOT_EXECUTED, None, "deadline", "", 0), CallTimeout, "it did not run"),
         (Outcome(OutcomeKind.NOT_EXECUTED, None, "predecessor", "call 0 failed"), NotExecuted, "predecessor.*call 0"),
@@ -199,7 +201,7 @@ def test_every_outcome_has_its_error(outcome, cls, text):
     with pytest.raises(cls, match=text) as caught:
         group[0].options(deadline=9, retries=0).train()
     assert type(caught.value) is cls
-    assert str(caught.value).startswith("actor.train on rank 0 ")
+    assert str(caught.value).startswith(("actor.train on rank 0 ", "actor/0 "))
     assert (caught.value.outcome, caught.value.reason) == (outcome.kind.value, outcome.reason)
 
 
