@@ -115,7 +115,7 @@ class Tracer:
         self.on = False
         self.rpc = False
         self.on_first_record: Callable[[], None] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may record its thread's first span while we hold it
         self._rings: list[Ring] = []
         self._local = threading.local()
         _all.add(self)
@@ -261,7 +261,7 @@ class Tracer:
 
     def _after_fork(self) -> None:
         """In a forked child: what was recorded before belongs to the parent, which writes it."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._rings = []
         self._local = threading.local()
 

@@ -257,7 +257,11 @@ class TraceWriter:
         for ring in self.tracer.rings():
             gone = ring.finished()  # asked first: nothing comes after a yes
             while batch := ring.take(_BLOCK):
-                self._write_batch(batch, ring)
+                try:
+                    self._write_batch(batch, ring)
+                except BaseException:  # an interrupt of the caller's thread, say: nothing goes uncounted
+                    self._count_lost("interrupted", len(batch))
+                    raise
             lost = ring.lost - ring.lost_reported
             if lost:
                 ring.lost_reported += lost

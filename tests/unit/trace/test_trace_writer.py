@@ -255,6 +255,22 @@ def test_a_full_disk_costs_spans_but_never_the_run(tmp_path, monkeypatch, caplog
     }
 
 
+def test_an_interrupt_of_a_save_leaves_nothing_uncounted(tmp_path, monkeypatch):
+    """A KeyboardInterrupt inside a save goes on to the caller, and the records it cost are counted."""
+    tracer, _ = begin(tmp_path, flush_period_s=10)
+    writer = writer_of(tracer)
+    trace.instant("x")
+
+    def interrupt(events):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zbus.trace.writer.encode_events", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trace.save_perf_tracer(force=True)
+    monkeypatch.undo()
+    assert writer.counts() == {"recorded": 1, "written": 0, "pending": 0, "lost": {"interrupted": 1}}
+
+
 def test_a_full_ring_is_said_in_the_file(tmp_path):
     """Records dropped because a ring was full appear as a loss with their number."""
     _, path = begin(tmp_path, ring_size=16, flush_period_s=10)
