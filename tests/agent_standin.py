@@ -11,6 +11,7 @@ import ctypes
 import json
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -121,6 +122,8 @@ def _hang_disk(trigger: Path) -> None:
 
 def _agent(text: str) -> int:
     options = json.loads(text)
+    if (limit := options.pop("nofile", None)) is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if (trigger := os.environ.get("ZT_DISK_HANGS_ONCE")) is not None:
         _hang_disk(Path(trigger))

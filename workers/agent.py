@@ -9,12 +9,13 @@ The restart policy is the pure ``workers.supervisor``; this module carries out i
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -47,7 +48,7 @@ from workers.supervisor import (
 from workers.template import RankMain, Template
 from workers.watch import Ended, ProcessTable, kill_children
 from zbus.config import TrialDir
-from zbus.errors import ConfigError, TransportError, ZbusError
+from zbus.errors import ConfigError, StartupError, TransportError, ZbusError
 from zbus.registry.records import AgentRecord, JobRecord
 from zbus.runtime.processes import (
     ProcessHandle,
@@ -68,6 +69,12 @@ _ORPHAN_GRACE_S: Final = 1.0
 _TICK_S: Final = 1.0
 _DRAIN_S: Final = 5.0
 _NS: Final = 1_000_000_000
+_SHORTAGES: Final = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "the host has no more open files to give: look who holds them (lsof)",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u, or pids.max of the cgroup)",
+    errno.ENOMEM: "free memory on this host, or raise the memory limit",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -542,15 +549,16 @@ class Agent:
             self._control.close()
 
 
-def run_agent(config: AgentConfig, env: Mapping[str, str] | None = None) -> int:
+def run_agent(config: AgentConfig) -> int:
     """Run an agent in this process, on its main thread, and return the exit code.
 
-    Args:
-        config: What to do.
-        env: Variables added to the environment that ranks inherit.
-
     Raises:
-        ZbusError: The agent could not join the trial.
+        ZbusError: The agent could not join the trial, or this process lacks descriptors, processes or memory.
     """
-    os.environ.update(env or {})
-    return Agent(config).run()
+    try:
+        return Agent(config).run()
+    except OSError as error:
+        if error.errno not in _SHORTAGES:
+            raise
+        msg = f"the agent of {config.role} could not go on: {error.strerror}"
+        raise StartupError(msg, hint=_SHORTAGES[error.errno]) from error

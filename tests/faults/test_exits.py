@@ -323,3 +323,39 @@ def test_a_rank_killed_for_memory_says_so(kit: AgentKit) -> None:
     finally:
         wait_until(lambda: (group / "cgroup.procs").read_text() == "", what="the cgroup empty")
         group.rmdir()
+
+
+@pytest.mark.ci
+def test_a_limit_of_processes_is_a_cause_in_words(kit: AgentKit) -> None:
+    """A restart that cannot fork is counted by the policy and named; the agent ends in order (fault 61)."""
+    group = Path(f"/sys/fs/cgroup/pids/zbus-test-{os.getpid()}")
+    go = kit.trial.path / "go"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no writable v1 pids cgroup: {error}")
+    try:
+        kit.lead(kit.job(f"print:up;until:{go};exit:5", restart="one", max_restarts=1, restart_window_s=60.0))
+        agent = kit.agent()
+        kit.wait_log("up")
+        for pid in [agent.pid, *kit.descendants(agent)]:
+            (group / "cgroup.procs").write_text(str(pid))
+        (group / "pids.max").write_text("1")
+        go.touch()
+        code, text = kit.end(agent)
+        assert code == 4
+        assert "actor/0 could not be started: fork" in text
+        assert "giving up" in text
+    finally:
+        wait_until(lambda: (group / "cgroup.procs").read_text() == "", what="the cgroup empty")
+        group.rmdir()
+
+
+def test_a_limit_of_open_files_is_a_cause_in_words(kit: AgentKit) -> None:
+    """An agent without descriptors says so with a way out, and leaves nothing behind (fault 59)."""
+    kit.lead(kit.job("sleep", port_count=40))
+    agent = kit.agent(nofile=40)
+    code, text = kit.end(agent)
+    assert code in (3, 5)
+    assert "Too many open files" in text
+    assert "Traceback" not in text
