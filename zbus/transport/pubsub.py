@@ -95,7 +95,7 @@ def wait_readable(sources: Sequence[Socket | int | None], timeout_s: float) -> N
 
 
 class HubStatistics(NamedTuple):
-    """Messages and bytes through a hub since its start; subscriptions count as messages to publishers."""
+    """Frames (two a message) and bytes that went through a hub since its start."""
 
     from_publishers: int
     bytes_from_publishers: int

@@ -142,6 +142,7 @@ class SocketFactory:
         """
         socket = self._new(zmq.XPUB, "discovery", PROFILES["discovery"])
         if connects:
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # else a lost hub is not reported as the end of its subscriptions
             self._ask(socket, server_key)
         else:
             self._serve(socket)
