@@ -12,6 +12,7 @@ from controller.dispatch import Arguments, Plan, plan
 from controller.futures import BatchFuture, Stream
 from controller.placement import Order, Placement
 from controller.placer import Placer, Roster, is_ready
+from zbus.codec import encode
 from zbus.engine import AnyOne, EndpointSpec
 from zbus.errors import ConfigError
 from zbus.retry import DEFAULT_RETRY, NO_RETRY, RetryPolicy, TokenBucket, duration_s
@@ -233,13 +234,13 @@ class Method(Generic[P, T]):
 
 def encode_calls(calls: Sequence[Sequence[tuple[str, Arguments]]], *, snapshot: bool) -> list[Any]:
     """Encode each member's calls; members whose arguments are the same objects share one payload."""
-    from zbus.codec import encode
-
+    if len(calls) == 1:
+        return [encode([[name, *arguments] for name, arguments in calls[0]], snapshot=snapshot)]
     made: dict[tuple[int, ...], Any] = {}
     payloads = []
     for member in calls:
         key = tuple(id(arguments) for _, arguments in member)
         if key not in made:
-            made[key] = encode([[name, a.args, a.kwargs] for name, a in member], snapshot=snapshot)
+            made[key] = encode([[name, *arguments] for name, arguments in member], snapshot=snapshot)
         payloads.append(made[key])
     return payloads

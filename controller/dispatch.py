@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from zbus.engine import AnyOne, EndpointSpec, Everywhere, Mesh, RankZero, Scatter, Split, Whole
@@ -29,8 +28,7 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """One call, spread.
 
     Attributes:
@@ -45,7 +43,7 @@ class Plan:
     arguments: tuple[Arguments, ...]
     shares: tuple[Sequence[int], ...] | None = None
     share_of: tuple[int, ...] = ()
-    heads: tuple[int, ...] = field(default=())
+    heads: tuple[int, ...] = ()
 
 
 def plan(
@@ -88,7 +86,8 @@ def plan(
 
 
 def _check_signature(spec: EndpointSpec, call: Arguments) -> None:
-    if spec.signature is None:
+    least, most = spec.arity
+    if (not call.kwargs and least <= len(call.args) <= most) or spec.signature is None:
         return
     try:
         spec.signature.bind(*call.args, **call.kwargs)
@@ -98,6 +97,8 @@ def _check_signature(spec: EndpointSpec, call: Arguments) -> None:
 
 
 def _unwrap(call: Arguments) -> Arguments:
+    if not call.kwargs and Whole not in map(type, call.args):
+        return call
     return Arguments(tuple(map(_bare, call.args)), {name: _bare(value) for name, value in call.kwargs.items()})
 
 

@@ -17,6 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 from controller.background import Background, callbacks, shared
 from controller.outcomes import WaitTimeout, batch_error, is_echo
 from controller.placement import Placement
+from zbus.codec import decode
 from zbus.errors import CallTimeout
 from zbus.protocol.batch import Failure, causes
 from zbus.protocol.messages import Outcome, OutcomeKind
@@ -302,8 +303,6 @@ class BatchFuture(Generic[T]):
             return self._values[member]
 
     def _decode(self, outcome: Outcome) -> Any:
-        from zbus.codec import decode
-
         if self._placement.order.streams:
             return [decode(item) for item in self._placement.chunks]
         return decode(outcome.payload or ())
@@ -367,8 +366,6 @@ class Stream(Generic[T]):
         return bool(self._placement.chunks) or self._placement.slots.settled()
 
     def _take(self) -> T:
-        from zbus.codec import decode
-
         value: T = decode(self._placement.chunks.popleft())
         self._taken += 1
         if not self._placement.slots.settled():

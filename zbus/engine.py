@@ -351,6 +351,15 @@ class EndpointSpec:
             ]
         )
 
+    @functools.cached_property
+    def arity(self) -> tuple[int, int]:
+        """Fewest and most arguments of a call that gives all by position; (1, 0) where it must be looked at closer."""
+        if self.parameters is None or any(p.kind == "key" and p.required for p in self.parameters):
+            return (1, 0)
+        plain = [p for p in self.parameters if p.kind in ("pos", "any")]
+        most = 1 << 30 if any(p.kind == "args" for p in self.parameters) else len(plain)
+        return sum(p.required for p in plain), most
+
     def to_wire(self) -> dict[str, Any]:
         """Return the specification as JSON-like plain data; ``from_wire`` is its inverse."""
         return {
