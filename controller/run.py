@@ -285,7 +285,8 @@ class _Execution:
         elif summary.status == "failed":
             console.next(f"zbus-controller status {place}")
         else:
-            console.next(f"zbus-controller run {self._target.text} --trial {trial.trial} --resume")
+            root = f" --root {shown(trial.root)}" if self._context.was_set("root") else ""
+            console.next(f"zbus-controller run {self._target.text}{root} --trial {trial.trial} --resume")
 
     def _show_failure(self, error: BaseException | None) -> None:
         """Show the block once, at once: stopping ranks that hang may take seconds more."""

@@ -316,6 +316,30 @@ def test_a_second_interrupt_stops_at_once(job):
     wait_until(lambda: not processes(job), 3, "the workers to follow their controller")
 
 
+def test_an_interrupt_during_start_up_leaves_nothing(job):
+    """Ctrl-C while engines are set up ends everything in order, with 130."""
+    command = [*COMMAND, "run", "job.yaml", "roles.actor.env.SLOW_SETUP=1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: len(list(job.glob("zbus-runs/*/*/logs/actor/*.log"))) == 2, 10, "both ranks to start")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=scaled(20))
+    assert process.returncode == 130
+    assert "error" not in err
+
+
+def test_a_script_may_launch_twice(job):
+    """Each launch of a script gets a trial of its own."""
+    (job / "twice.py").write_text(
+        "from controller import Controller, Role\n"
+        "for i in range(2):\n"
+        "    with Controller.launch('twice', roles={'actor': Role('engines:Actor', replicas=1)}) as bus:\n"
+        "        print(bus.group('actor').add(i))\n"
+    )
+    done = run("run", "twice.py")
+    assert (done.returncode, done.stdout.splitlines()[:2]) == (0, ["[0]", "[1]"]), done.stderr
+    assert len(list((job / "zbus-runs" / "twice").iterdir())) == 2
+
+
 def test_sigterm_stops_in_order(job):
     """SIGTERM is an orderly stop: exit 143."""
     with running("job.yaml", "params.how=hang") as process:
