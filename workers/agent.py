@@ -54,6 +54,7 @@ from zbus.runtime.processes import (
     ProcessHandle,
     become_subreaper,
     boot_id,
+    catches,
     start_time,
 )
 
@@ -271,6 +272,17 @@ class Agent:
         """Replace the process of ``rank`` by a fresh one. May be called from any thread."""
         self.post(lambda: self._feed(RestartAsked(rank)))
 
+    def dump_stacks(self, rank: int) -> str:
+        """Have ``rank`` write the stacks of all its threads, which works while it is stuck; return the file's path.
+
+        May be called from any thread. Empty where the rank does not run or is not armed for it (yet).
+        """
+        pid, start = self._processes.pid(rank), self._place.starts.get(rank)
+        if pid is None or start is None or not catches(pid, signal.SIGUSR2):
+            return ""
+        self.post(lambda: self._processes.signal(rank, signal.SIGUSR2))
+        return str(self._trial.stack_file(self.config.role, rank, start))
+
     def status(self) -> dict[str, Any]:
         """Return what ``zbus.status`` answers. May be called from any thread: it reads, it does not wait."""
         supervisor = self._supervisor
@@ -335,6 +347,7 @@ class Agent:
             "status": self.status,
             "stop": lambda grace_s=None: self.stop(config.grace_s if grace_s is None else grace_s, "asked over ctl"),
             "restart": self.restart,
+            "dump_stacks": self.dump_stacks,
         }
         try:
             self._control = AgentControl(

@@ -51,20 +51,24 @@ class PollLoop:
 
     @contextlib.contextmanager
     def signals(self, wanted: Sequence[signal.Signals]) -> Iterator[None]:
-        """Have ``wanted`` signals wake the loop, inside the block; close the loop after it."""
+        """Have ``wanted`` signals wake the loop, inside the block; close the loop after it.
+
+        From then on this process is about to end, so a late request to end is ignored, not obeyed half-way.
+        """
         reader, writer = socket.socketpair()
         for end in (reader, writer):
             end.setblocking(False)  # noqa: FBT003  # its only parameter
-        before = {signum: signal.signal(signum, self._note_signal) for signum in wanted}
+        for signum in wanted:
+            signal.signal(signum, self._note_signal)
         # A handler alone does not end a wait: the wait is resumed (PEP 475). The descriptor does.
         old_wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         self.watch(reader, lambda: _drain(reader))
         try:
             yield
         finally:
+            for signum in wanted:
+                signal.signal(signum, signal.SIG_DFL if signum == signal.SIGCHLD else signal.SIG_IGN)
             signal.set_wakeup_fd(old_wakeup)
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
             self._closed = True
             self._selector.close()
             reader.close()

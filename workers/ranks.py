@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from workers import spawn
 from workers.spec import RankSpec
@@ -19,6 +20,9 @@ from zbus.registry.records import EpochRecord, JobRecord
 __all__ = ["Place", "RankStarter"]
 
 log = logging.getLogger("zbus.agent")
+
+_MOST_ASKED: Final = 8
+"""Requests that may be on their way to the template: it forks one after the other anyway."""
 
 
 @dataclass(slots=True)
@@ -107,7 +111,7 @@ class RankStarter:
 
     def start(self, rank: int) -> None:
         """Start the current start of ``rank``; the answer comes through ``on_started`` or ``on_failed``."""
-        if self.template is not None and not self._ready:
+        if self.template is not None and (not self._ready or len(self._starting) >= _MOST_ASKED):
             self._waiting.append(rank)
             return
         try:
@@ -119,7 +123,7 @@ class RankStarter:
         try:
             if self.template is not None:
                 self._starting[rank] = spec
-                self.template.start(spec, self._environment(spec), log_fd)
+                self._ask(self.template, spec, log_fd)
                 return
             environment = {**os.environ, **self._environment(spec)}
             pid = spawn.spawn_exec(spec, environment, log_fd, self.place.worker_command)
@@ -130,6 +134,16 @@ class RankStarter:
         finally:
             os.close(log_fd)
         self._on_started(spec, pid)
+
+    def _ask(self, template: Template, spec: RankSpec, log_fd: int) -> None:
+        try:
+            template.start(spec, self._environment(spec), log_fd)
+        except BlockingIOError:
+            # The socket is full of requests: this one goes out after the next answer.
+            del self._starting[spec.rank]
+            if not self._starting:
+                raise
+            self._waiting.append(spec.rank)
 
     def close(self) -> None:
         """End the template and close the held sockets."""
@@ -225,17 +239,23 @@ class RankStarter:
                 self._drop_template(reply.error)
                 return
             self._ready = True
-            waiting, self._waiting = self._waiting, []
-            for rank in waiting:
-                self.start(rank)
+            self._start_waiting()
             return
         spec = self._starting.pop(reply.rank)
         if reply.error:
             template.release(reply.rank, run=False)
             self._on_failed(reply.rank, reply.error)
-            return
-        self._on_started(spec, reply.pid)
-        template.release(reply.rank)
+        else:
+            self._on_started(spec, reply.pid)
+            template.release(reply.rank)
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        while self._waiting and len(self._starting) < _MOST_ASKED:
+            before = len(self._waiting)
+            self.start(self._waiting.pop(0))
+            if len(self._waiting) >= before:  # put back: the socket is full
+                return
 
     def _drop_template(self, why: str) -> None:
         """Go on without a template: ranks are started by exec."""

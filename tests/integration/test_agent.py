@@ -14,6 +14,7 @@ from waiting import wait_until
 from workers.control import AGENT_INCARNATION, agent_name
 from zbus.ids import new_session
 from zbus.protocol.messages import OutcomeKind
+from zbus.runtime.processes import catches
 
 
 @pytest.fixture
@@ -78,6 +79,15 @@ def test_rank_zero_gets_the_socket_of_the_torch_store(kit: AgentKit, use_templat
     assert first[:2] == second[:2] == ["store", "True"]
     assert first[2] != second[2]
     assert kit.log(1, 0).split() == ["store", "False", first[2]]
+
+
+def test_many_ranks_with_a_large_environment_start(kit: AgentKit) -> None:
+    """More requests than the template's socket holds are sent one after the other."""
+    kit.lead(kit.job("env:RANK", world_size=24, env={"BIG": "x" * 30_000}))
+    code, text = kit.end(kit.agent(nproc=24), timeout_s=30)
+    assert code == 0, text
+    assert [kit.log(rank) for rank in range(24)] == [f"RANK={rank}\n" for rank in range(24)]
+    assert "no template" not in text
 
 
 def test_two_agents_cannot_run_one_rank(kit: AgentKit) -> None:
@@ -221,6 +231,7 @@ def test_an_agent_answers_on_its_control_socket(kit: AgentKit) -> None:
         status = ask("status")
         assert (status["role"], status["ranks"][0]["state"]) == ("actor", "running")
         assert ask("ping")["pid"] == agent.pid
+        assert ask("dump_stacks", 0) == "", "a rank without a handler must not be signalled"
         ask("restart", 0)
         kit.wait_log("start 1", start=1)
         assert kit.exits()[0].stopped
@@ -257,6 +268,11 @@ def test_the_command_line_starts_ranks(kit: AgentKit) -> None:
     kit.agents.append(agent)
     kit.lead(kit.job())
     wait_until(lambda: kit.records.workers("actor"), what="the worker's record")
+    (worker,) = kit.records.workers("actor")
+    assert catches(worker.pid, signal.SIGUSR2)
+    os.kill(worker.pid, signal.SIGUSR2)
+    stacks = kit.trial.stack_file("actor", 0)
+    wait_until(lambda: "in serve" in stacks.read_text(), what="the stack dump")
     agent.send_signal(signal.SIGTERM)
     code, text = kit.end(agent)
     assert code == 143, text

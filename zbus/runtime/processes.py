@@ -19,6 +19,7 @@ __all__ = [
     "ProcessHandle",
     "become_subreaper",
     "boot_id",
+    "catches",
     "children_of",
     "describe_exit",
     "die_with_parent",
@@ -77,6 +78,18 @@ def is_alive(pid: int, started: int) -> bool:
     """Tell whether the process (``pid``, start time ``started``) runs. A zombie does not."""
     fields = _stat(pid)
     return fields is not None and int(fields[_STAT_START]) == started and fields[_STAT_STATE] not in "ZX"
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Tell whether ``pid`` has a handler for ``signum``: without one, most signals end a process."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    for line in text.splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+    return False
 
 
 def children_of(pid: int) -> list[int]:
