@@ -129,8 +129,8 @@ class Joiner:
             return None
         if now - self._reported > _REPORT_S:
             self._reported = now
-            root = self._root_facts().get("registry id", "none")
-            log.info("waiting for a controller: %s (%s, id %s)", self._reason, self._trial.registry, root)
+            root = self._root_facts().get("registry id")
+            log.info("waiting for a controller: %s%s", self._reason, f" (registry id {root})" if root else "")
         pause, self._pause_s = self._pause_s, min(self._pause_s * 1.5, _LONGEST_PAUSE_S)
         return pause
 
