@@ -169,6 +169,7 @@ class Members:
         self._records = records
         self._create_timeout_s = create_timeout_s
         self._exits: dict[int, ExitRecord] = {}
+        self._earlier = frozenset(ended.incarnation for ended in records.exits())  # of earlier runs of this trial
         self.roles = {
             name: RoleMembers(job, (args, kwargs), self._exits.get) for name, (job, args, kwargs) in jobs.items()
         }
@@ -264,7 +265,7 @@ class Members:
 
     def _seen(self, record: WorkerRecord) -> None:
         member = self._member(record.role, record.rank)
-        if member is None or record.incarnation in self._exits:
+        if member is None or record.incarnation in self._exits or record.incarnation in self._earlier:
             return
         if member.record is not None and record.incarnation <= member.record.incarnation:
             return
@@ -363,6 +364,8 @@ class Members:
     # -- ends ----------------------------------------------------------------------------------------------------
 
     def _exited(self, record: ExitRecord) -> None:
+        if record.incarnation in self._earlier:
+            return
         self._exits[record.incarnation] = record
         member = self._member(record.role, record.rank)
         if member is None:
