@@ -22,10 +22,7 @@ from zbus.runtime.processes import (
 )
 
 NAMED = (
-    "import ctypes, time; ctypes.CDLL(None).prctl(15, b'a) R (b c', 0, 0, 0); print('up', flush=True)\n"
-    "time.sleep(60)"
-)
-    "import ctypes, time; ctypes.CDLL(None).prctl(15, b'a) R (b c', 0, 0, 0); print('up', flush=True); time.sleep(60)"
+    "import ctypes, time; ctypes.CDLL(None).prctl(15, b'a) R (b c', 0, 0, 0); print('up', flush=True)\ntime.sleep(60)"
 )
 
 
