@@ -150,7 +150,8 @@ class Reactor:
                 self.once(0.0)
             finally:
                 self._leadership.release()
-            self._tell_followers()
+            if self._followers:  # else this would wake the background thread, which fights for the GIL at every call
+                self._tell_followers()
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when something is ready."""
@@ -162,8 +163,8 @@ class Reactor:
         self._loops[loop] = count + 1
         if count == 0:
             loop.add_reader(self._epoll.fileno(), self.poll_nowait)
-            self.wake()
-        self.poll_nowait()
+            if self._thread_leads:  # it looks for loops before each round, so one that starts now needs no waking
+                self.wake()
 
     def detach_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Undo one ``attach_loop``. Call on that loop."""
