@@ -47,7 +47,7 @@ from workers.supervisor import (
 )
 from workers.template import RankMain, Template
 from workers.watch import Ended, ProcessTable, kill_children
-from zbus.config import TrialDir
+from zbus.config import TrialDir, parse_duration
 from zbus.errors import ConfigError, StartupError, TransportError, ZbusError
 from zbus.registry.records import AgentRecord, JobRecord
 from zbus.runtime.processes import (
@@ -269,7 +269,14 @@ class Agent:
         self.post(begin)
 
     def restart(self, rank: int) -> None:
-        """Replace the process of ``rank`` by a fresh one. May be called from any thread."""
+        """Replace the process of ``rank`` by a fresh one. May be called from any thread.
+
+        Raises:
+            ValueError: No such rank here.
+        """
+        if rank not in tuple(self._place.starts):
+            msg = f"{self.config.role}/{rank} is not a rank of this agent"
+            raise ValueError(msg)
         self.post(lambda: self._feed(RestartAsked(rank)))
 
     def dump_stacks(self, rank: int) -> str:
@@ -345,7 +352,7 @@ class Agent:
         methods: dict[str, Callable[..., Any]] = {
             "ping": lambda: {"t": time.monotonic_ns(), "pid": os.getpid()},
             "status": self.status,
-            "stop": lambda grace_s=None: self.stop(config.grace_s if grace_s is None else grace_s, "asked over ctl"),
+            "stop": self._asked_to_stop,
             "restart": self.restart,
             "dump_stacks": self.dump_stacks,
         }
@@ -367,6 +374,11 @@ class Agent:
             self._crashed(error)
             return
         self.post(lambda: self._on_claimed(claims))
+
+    def _asked_to_stop(self, grace_s: float | None = None) -> None:
+        # Checked here, where the caller hears of it, not on the poll loop.
+        grace = self.config.grace_s if grace_s is None else parse_duration(grace_s, "grace_s")
+        self.stop(grace, "asked over ctl")
 
     def _me(self) -> Claimant:
         return Claimant(self.agent_id, self.config.role, self.host, os.getpid())

@@ -177,8 +177,14 @@ class MemoryWatch:
         rose = after.oom_kills is not None and after.oom_kills > (self._before.oom_kills or 0)
         host = _host_kills()
         host_rose = host is not None and self._host_before is not None and host > self._host_before
-        if (rose or host_rose) and (line := self._named_in_kernel_log()):
-            words = self._limit_words(after) if rose else "the host ran out of memory"
+        if (rose or host_rose) and (named := self._named_in_kernel_log()):
+            line, group = named
+            if rose:
+                words = self._limit_words(after)
+            elif group is not None:  # it was moved into that cgroup a moment before
+                words = self._limit_words(read_counters(group))
+            else:
+                words = "the host ran out of memory"
             return OomVerdict(oom=True, evidence=f"{words}; kernel log: {line}")
         if rose:
             return OomVerdict(oom=True, evidence=self._limit_words(after))
@@ -189,15 +195,23 @@ class MemoryWatch:
         return OomVerdict()
 
     def _limit_words(self, after: MemoryCounters) -> str:
-        words = f"oom_kill {self._before.oom_kills or 0} -> {after.oom_kills}"
+        words = []
+        if after.oom_kills is not None:
+            words.append(f"oom_kill {min(self._before.oom_kills or 0, after.oom_kills - 1)} -> {after.oom_kills}")
         if after.peak_bytes is not None and after.limit_bytes is not None:
-            words += f", peak {size_text(after.peak_bytes)} of {size_text(after.limit_bytes)}"
-        return f"memory limit of its cgroup was hit ({words})"
+            words.append(f"peak {size_text(after.peak_bytes)} of {size_text(after.limit_bytes)}")
+        return "memory limit of its cgroup was hit" + (f" ({', '.join(words)})" if words else "")
 
-    def _named_in_kernel_log(self) -> str:
-        pattern = re.compile(rf"Killed process {self._pid} \([^)]*\)")
-        found = ""
+    def _named_in_kernel_log(self) -> tuple[str, Path | None] | None:
+        """Return what the kernel says of this process's end, and the cgroup whose limit it blames."""
+        killed = re.compile(rf"(Memory cgroup out of memory: )?(Killed process {self._pid} \([^)]*\))")
+        blamed = re.compile(rf"oom_memcg=([^,]*),.*\bpid={self._pid}\b")
+        found: tuple[str, Path | None] | None = None
+        group = ""
         for line in self._kernel_log():
-            if match := pattern.search(line):
-                found = match.group(0)
+            if match := blamed.search(line):
+                group = match[1]
+            if match := killed.search(line):
+                v1, v2 = _mounts()
+                found = match[2], Path(f"{v1 or v2}/{group.lstrip('/')}") if match[1] else None
         return found

@@ -20,6 +20,7 @@ CRASH_SCHEMA: Final = "zbus.crash/1"
 _TAIL_LINES: Final = 20
 _TAIL_BYTES: Final = 16 * 1024
 _LINE_CHARACTERS: Final = 400
+_FATAL: Final = "Fatal Python error"
 _CRASH_BYTES: Final = 1024 * 1024
 
 
@@ -85,7 +86,20 @@ def log_tail(path: Path, *, lines: int = _TAIL_LINES, max_bytes: int = _TAIL_BYT
     found = text.splitlines()
     if offset and len(found) > 1:
         found = found[1:]  # cut off in the middle
-    return [line[:_LINE_CHARACTERS] for line in found[-lines:]]
+    return [line[:_LINE_CHARACTERS] for line in _crash_report(found, lines) or found[-lines:]]
+
+
+def _crash_report(found: list[str], lines: int) -> list[str]:
+    """Return the interpreter's report of a fatal error that ends a log: what it was, and the thread that did it.
+
+    The stacks of the other threads are longer than any tail and come first.
+    """
+    fatal = next((n for n in range(len(found) - 1, -1, -1) if found[n].startswith(_FATAL)), None)
+    if fatal is None:
+        return []
+    thread = next((n for n in range(fatal, len(found)) if found[n].startswith("Current thread")), fatal + 1)
+    stack = [line for line in found[thread : thread + lines - 1] if line]
+    return [found[fatal], *stack]
 
 
 def _left_by_worker(path: Path) -> dict[str, Any]:

@@ -46,10 +46,15 @@ def test_an_exit_code_is_kept_exactly(kit: AgentKit, use_template: bool) -> None
     assert report["log_tail"] == ["last words"]
 
 
-@both_ways
 @pytest.mark.parametrize(
-    ("do", "signum"),
-    [("segfault", signal.SIGSEGV), ("kill:9", signal.SIGKILL), ("kill:6", signal.SIGABRT), ("kill:15", signal.SIGTERM)],
+    ("do", "signum", "use_template"),
+    [
+        ("segfault", signal.SIGSEGV, True),
+        ("segfault", signal.SIGSEGV, False),
+        ("kill:9", signal.SIGKILL, True),
+        ("kill:6", signal.SIGABRT, True),
+        ("kill:15", signal.SIGTERM, True),
+    ],
 )
 def test_a_signal_is_named(kit: AgentKit, do: str, signum: signal.Signals, use_template: bool) -> None:
     """A rank ended by a signal has no exit code, and its reason names the signal (B29, faults 1 and 11)."""
@@ -78,8 +83,9 @@ def test_an_exception_without_a_text_is_reported_all_the_same(kit: AgentKit) -> 
     assert "UnprintableError" in record.reason
 
 
-@both_ways
-@pytest.mark.parametrize(("argument", "code"), [("3", 3), ("0", 0), ("enough", 1)])
+@pytest.mark.parametrize(
+    ("argument", "code", "use_template"), [("3", 3, True), ("3", 3, False), ("0", 0, True), ("enough", 1, True)]
+)
 def test_system_exit_gives_its_code(kit: AgentKit, argument: str, code: int, use_template: bool) -> None:
     """SystemExit ends a rank as it ends any Python program (fault 14)."""
     agent_code, _, record = _one_exit(kit, f"sysexit:{argument}", use_template=use_template)
@@ -174,6 +180,7 @@ def test_ranks_die_with_their_agent(kit: AgentKit, use_template: bool) -> None:
     wait_until(lambda: not [p for p in ranks if kit.alive(p)], timeout_s=2, what="the ranks gone")
 
 
+@pytest.mark.alone
 @both_ways
 def test_everything_ends_with_the_controller(kit: AgentKit, use_template: bool) -> None:
     """SIGKILL of the controller ends agents and ranks within 2 s, also ranks that ignore SIGTERM (B36, fault 6)."""
@@ -194,6 +201,7 @@ def test_everything_ends_with_the_controller(kit: AgentKit, use_template: bool) 
     assert all(r.stopped for r in kit.exits())
 
 
+@pytest.mark.alone
 def test_an_agent_does_not_outlive_its_launcher_while_it_looks_for_a_controller(kit: AgentKit) -> None:
     """A launcher killed before the controller was found takes its agent along within 2 s (B36)."""
     launcher = subprocess.Popen(["sleep", "600"])
@@ -253,6 +261,7 @@ def test_a_terminated_agent_drains_its_ranks(kit: AgentKit) -> None:
     assert [(r.exit_code, r.signal, r.stopped) for r in kit.exits()] == [(0, None, True), (None, 9, True)]
 
 
+@pytest.mark.alone
 def test_a_second_interrupt_ends_at_once(kit: AgentKit) -> None:
     """Two SIGINTs skip the grace; the exit code is 130 (fault 17)."""
     kit.lead(kit.job("stubborn;print:up;sleep"))

@@ -225,7 +225,8 @@ def test_an_agent_answers_on_its_control_socket(kit: AgentKit) -> None:
             body = encode([[f"zbus.{method}", args, {}]])
             client.place([peer], "ctl", [body], 1, deadline_s=10, sink=lambda _m, _c, o: outcomes.append(o))
             assert client.wait(lambda: bool(outcomes), 10)
-            assert outcomes[0].kind is OutcomeKind.OK, outcomes
+            if outcomes[0].kind is not OutcomeKind.OK:
+                return outcomes[0].kind
             return decode(outcomes[0].payload)
 
         status = ask("status")
@@ -235,7 +236,9 @@ def test_an_agent_answers_on_its_control_socket(kit: AgentKit) -> None:
         ask("restart", 0)
         kit.wait_log("start 1", start=1)
         assert kit.exits()[0].stopped
-        ask("stop", 5.0)
+        for bad in (("restart", 7), ("restart", [0]), ("stop", "soon"), ("stop", float("nan")), ("no_such_thing",)):
+            assert ask(*bad) is OutcomeKind.APP_ERROR
+        assert ask("stop", 5.0) is None
     finally:
         client.close()
         factory.close()

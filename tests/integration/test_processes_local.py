@@ -65,6 +65,7 @@ def test_a_role_is_started_and_its_workers_are_listed(kit: AgentKit, local: Loca
     assert kit.records.agents() == []
 
 
+@pytest.mark.alone
 def test_a_dead_agent_is_reported_at_once_with_its_log(kit: AgentKit, local: LocalScheduler) -> None:
     """The death of an agent is known within a second, with the signal and the tail of its log; its ranks are gone."""
     reported: list[float] = []
@@ -110,6 +111,7 @@ def test_waiting_for_workers_has_a_deadline_and_names_who_is_missing(kit: AgentK
     assert len(local.missing()) == 1
 
 
+@pytest.mark.alone
 def test_stopping_kills_what_does_not_obey_and_nothing_else(kit: AgentKit, local: LocalScheduler) -> None:
     """Ranks that ignore SIGTERM are gone after the grace; a bystander of the same kind lives on (B44)."""
     bystander = subprocess.Popen(["sleep", "600"])
