@@ -241,7 +241,8 @@ def _tail(lines: Sequence[str], *, verbose: bool) -> list[str]:
         return kept
     fatal = next((n for n, line in enumerate(kept) if line.startswith("Fatal Python error")), None)
     if fatal is not None:
-        return kept[fatal : fatal + _MAX_FATAL]
+        frames = [line for line in kept[fatal:] if not ((match := _FRAME.match(line)) and _is_own(match["file"]))]
+        return frames[:_MAX_FATAL]
     return kept[-_SHOWN_TAIL:]
 
 

@@ -215,6 +215,19 @@ class Callee:
         """Number of requests admitted and not started."""
         return sum(len(lane.queue) for session in self._sessions.values() for lane in session.lanes.values())
 
+    def announce(self, name: str) -> list[Effect]:
+        """Tell the callers of what runs in lane ``name`` so, unasked: said once of a call that turns out to be long."""
+        effects: list[Effect] = []
+        for session_id, session in self._sessions.items():
+            lane = session.lanes.get(name)
+            for run in () if lane is None else lane.runs.values():
+                if lane is not None and run.state is RunState.RUNNING:
+                    header = self._reply_header(
+                        Kind.PROGRESS, session_id, session, lane, run.seq, run.calls, run.attempt, Status.RUNNING
+                    )
+                    effects.append(SendTo(header, (), lane.peer))
+        return effects
+
     def finished(
         self, session_id: bytes, lane_name: str, seq: int, kind: Kind, status: Status, buffers: Buffers, now: int,
         *, chunks: int = 0,

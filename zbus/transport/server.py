@@ -297,6 +297,8 @@ class Server:
             self._takeover = True
             self._bus.register(self._main.fileno(), self._main_from_bus)
             channel.on_readable()
+            self._do(self.callee.announce("main"))
+            channel.check()
 
     def _main_from_bus(self) -> None:
         channel = self._channels.get("main")
