@@ -25,7 +25,7 @@ index  field         meaning
 
 ``frames`` and ``bytes`` make a torn or glued message detectable: a message whose frames disagree with its header is
 refused as a whole. An inline body spares a small call one frame each way, about an eighth of its round trip
-(``docs/decisions/0002-small-bodies-travel-in-the-header.md``). Nothing here allocates more than the received frames hold.
+(``docs/decisions/0002-small-bodies-travel-in-the-header.md``). Nothing here allocates more than the frames hold.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import GeneratorType
 from typing import Any, Final, Protocol
 
 from zbus.codec import decode, encode
@@ -201,7 +202,7 @@ class Executor:
         try:
             function = self._resolve(request, method)
             value = function(*args, **kwargs)
-            if inspect.isgenerator(value):
+            if type(value) is GeneratorType:
                 return self._stream_sync(request, method, value, started, decoded)
             ended = time.monotonic_ns()
             frames = encode(value, snapshot=True)

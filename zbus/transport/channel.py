@@ -20,8 +20,6 @@ from zbus.transport.sockets import MonitorEvent, read_event
 __all__ = ["Channel", "LinkEvents"]
 
 _BURST: Final = 256
-_POLLIN: Final = int(zmq.POLLIN)
-_EVENTS: Final = int(zmq.EVENTS)
 
 
 class LinkEvents(Protocol):
@@ -67,7 +65,6 @@ class Channel:
         self._outbox: deque[list[Any]] = deque()
         self._monitor = monitor
         self._events = events
-        self._getsockopt = socket.getsockopt
         self._fd = int(socket.getsockopt(zmq.FD))
         self.refused: dict[str, int] = {}
         self.unroutable = 0
@@ -98,7 +95,7 @@ class Channel:
 
     def check(self) -> None:
         """Take what arrived while sending: a send may have swallowed the readiness signal. Call after sends."""
-        if int(self._getsockopt(_EVENTS)) & _POLLIN:
+        if self._receiver.more():
             self.on_readable()
 
     def clear_outbox(self) -> None:
@@ -111,15 +108,17 @@ class Channel:
         return len(self._outbox)
 
     def on_readable(self) -> None:
-        """Take a burst of messages. What is left keeps the descriptor's owner awake through ``reactor.wake``."""
+        """Take a burst of messages; inside the gate. What is left is taken in the reactor's next round."""
         receiver = self._receiver
         for _ in range(_BURST):
-            if self._closed:
-                return
-            frames = receiver.recv()
+            frames = receiver.take()
             if frames is None:
                 break
             self._take(frames)
+            if self._closed:
+                return
+            if not receiver.more():
+                break
         else:
             self._reactor.call_again(self._fd)
         if self._outbox:

@@ -33,6 +33,7 @@ _DONT_WAIT: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 _RCVMORE: Final = int(zmq.RCVMORE)
 _EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
 _POLLOUT: Final = int(zmq.POLLOUT)
 _NO_COPY: Final = repeat(False)  # noqa: FBT003  # an argument column for map
 _MAX_CACHED: Final = 64
@@ -98,8 +99,17 @@ def send(socket: Socket, frames: Sequence[Buffer]) -> bool:
         TransportError: The socket is closed or its context ended.
         TornMessage: Memory ran out in the middle; the socket must be closed.
     """
-    require_contiguous(frames)
     count = len(frames)
+    if count == 1 and type(frames[0]) is bytes:  # most messages; one call in C cannot be torn
+        with gate:
+            try:
+                _send(socket, frames[0], _DONT_WAIT, False)  # noqa: FBT003  # the C method's positional `copy`
+                return True
+            except zmq.Again:
+                return bool(_get(socket, _EVENTS) & _POLLOUT) and _attempt(socket, frames, _FLAGS[1])
+            except zmq.ZMQError as error:
+                _fail(socket, frames, 1, error)
+    require_contiguous(frames)
     flags = _FLAGS[count] if count < _MAX_CACHED else (_MORE,) * (count - 1) + (_DONT_WAIT,)
     if not flags:
         msg = "a message has at least one frame"
@@ -182,12 +192,16 @@ class Receiver:
         message = self._done
         if message is None:
             with gate:
-                message = self._done = self._take()
+                message = self._done = self.take()
         self._done = None
         return message
 
-    def _take(self) -> list[Buffer] | None:
-        """Take the next message off the socket. Inside the gate."""
+    def more(self) -> bool:
+        """Tell whether a message can be received now. Cheaper than a ``recv`` that finds none."""
+        return bool(_get(self._socket, _EVENTS) & _POLLIN)
+
+    def take(self) -> list[Buffer] | None:
+        """Do as ``recv``, for a caller that is inside the gate already."""
         try:
             if self._resync:
                 self._skip_rest()
