@@ -338,7 +338,6 @@ class CallerLane:
             if request.deadline_ns <= now and request.open_calls:
                 self._expire(request, now, effects)
             if request.give_up_ns <= now and request.open_calls:
-                request.give_up_ns = _NEVER
                 self._finish_all(
                     request,
                     Outcome(
@@ -517,7 +516,6 @@ class CallerLane:
         request.probe_gap = self.timing.probe_received
         self._set_probe(request, now + request.probe_gap)
         if request.give_up_ns != _NEVER and header.status == Status.RUNNING and request.open_calls:
-            request.give_up_ns = _NEVER
             self._finish_all(
                 request,
                 Outcome(OutcomeKind.UNKNOWN, None, "deadline", "started, still running at its deadline",
@@ -608,7 +606,6 @@ class CallerLane:
         """Settle a request that was never transmitted; its place still goes out, as SKIP."""
         self._finish_all(request, outcome, effects)
         request.nbytes = 0
-        request.deadline_ns = _NEVER
 
     def _finish_all(self, request: _Request, outcome: Outcome, effects: list[Effect]) -> None:
         if not request.open_calls:
@@ -617,6 +614,7 @@ class CallerLane:
         request.open_calls = 0
         request.skip = True
         request.buffers = ()
+        request.deadline_ns = request.give_up_ns = _NEVER
         effects.extend(
             Finish(self.lane, seq, outcome)
             for seq in range(request.seq, request.seq + request.calls)

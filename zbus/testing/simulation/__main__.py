@@ -35,7 +35,7 @@ def _text(report: Report) -> str:
     lines += [f"{number:10d}  {name}" for name, number in report.coverage().items()]
     lines.append(
         f"{report.runs} runs, {report.events} events, {len(report.failures)} violations in {report.seconds:.1f} s "
-        f"({report.runs / max(1e-9, report.seconds):.0f} runs/s)"
+        f"({report.runs / max(1e-9, report.cpu_seconds):.0f} runs per second of one core)"
     )
     return "\n".join(lines)
 

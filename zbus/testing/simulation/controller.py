@@ -226,6 +226,15 @@ class SimController:
                     self.run(lane, lane.machine.on_dead(reason, evidence))
         peer.refresh()
 
+    def close(self) -> None:
+        """Say BYE and settle everything, as the client does; the process ends."""
+        for peer in self.peers:
+            for link in peer.links.values():
+                if link.machine.state is LinkState.READY:
+                    link.send(Header(Kind.BYE, self.session, self.epoch, peer.incarnation, link.name))
+            self.declare_dead(peer, "shutdown", "this controller closed")
+        self.alive = False
+
     def observe_end(self, incarnation: int, reason: str) -> None:
         """Learn from the registry that an incarnation is over."""
         if not self._ready_to_act(self.observe_end, incarnation, reason):

@@ -38,6 +38,8 @@ class Knobs:
         pauses: Processes stopped for a while.
         takeovers: Controllers replaced by one with a higher epoch.
         zombie: Share of replaced controllers that go on talking instead of dying.
+        farewell: Share of the others that say BYE instead of dying.
+        guests: Guests (epoch 0) that make calls of their own and then say BYE.
         drains: Workers told to stop after what runs.
         cancel: Share of requests cancelled at a random time.
         deadline: Share of requests with a deadline that may pass.
@@ -73,6 +75,8 @@ class Knobs:
     pauses: int
     takeovers: int
     zombie: float
+    farewell: float
+    guests: int
     drains: int
     cancel: float
     deadline: float
@@ -149,6 +153,8 @@ def draw(rng: Random, size: str = "small") -> Knobs:
         pauses=count(2, 0.6),
         takeovers=count(1, 0.5),
         zombie=r(),
+        farewell=r(),
+        guests=int(r() < 0.25),
         drains=count(1, 0.25),
         cancel=rate(0.6, 2.0) if not calm else r() * 0.2,
         deadline=rate(0.8, 2.0) if not calm else 0.0,

@@ -14,7 +14,7 @@ from zbus.protocol.messages import Buffers, Execute, Outcome, OutcomeKind
 
 __all__ = ["Call", "Ledger", "Violation", "broken"]
 
-_CAUSES: Final = frozenset({"worker_exit", "lease", "fenced", "deadline"})
+_CAUSES: Final = frozenset({"worker_exit", "lease", "fenced", "deadline", "shutdown"})
 _PROVED: Final = (OutcomeKind.NOT_EXECUTED, OutcomeKind.CANCELLED)
 
 
@@ -83,9 +83,11 @@ class Ledger:
         self.calls[call.key] = call
         self.open += 1
 
-    def handed_out(self, incarnation: int, request: Execute) -> list[Call]:
+    def handed_out(self, incarnation: int, request: Execute, now: int) -> list[Call]:
         """Return the calls of a request that the callee wants to run; they must be what was placed."""
         calls = []
+        if request.deadline_ns is not None and request.deadline_ns <= now:
+            broken("P6", f"{request.lane}/{request.seq} is to run after its deadline")
         for index in range(request.calls):
             call = self.calls.get((incarnation, request.session, request.lane, request.seq + index))
             if call is None or call.index != index or call.size != request.calls:
@@ -95,14 +97,14 @@ class Ledger:
             calls.append(call)
         return calls
 
-    def start(self, call: Call, *, epoch: int, highest: int, draining: bool, alone: bool) -> None:
+    def start(self, call: Call, *, epoch: int, highest: int, over: str, alone: bool) -> None:
         """Note that a call starts.
 
         Args:
             call: Which.
             epoch: Its caller's; 0 for a guest.
             highest: The highest that this incarnation welcomed.
-            draining: Whether the worker was told to start nothing more.
+            over: Why no request may begin any more, or empty.
             alone: Whether its lane runs one request at a time.
         """
         call.started += 1
@@ -112,8 +114,10 @@ class Ledger:
             broken("I5", f"{call!r} starts after {call.outcome.kind.value} was said")
         if 0 < epoch < highest:
             broken("I7", f"{call!r} starts for epoch {epoch}, {highest} was welcomed")
-        if draining and call.index == 0:
-            broken("I7", f"{call!r} starts after the drain")
+        if over and call.index == 0:
+            broken("I7", f"{call!r} starts after {over}")
+        if epoch == 0 and call.index == 0 and call.key[2] != "ctl":
+            broken("I7", f"{call!r} of a guest starts")
         if call.index and not alone:
             return  # where several requests run at once, order is that of the requests
         stream = call.key[:3]

@@ -54,8 +54,19 @@ class SimWorker:
     """One incarnation: callee machine, running calls, and when it dies."""
 
     __slots__ = (
-        "_expire_armed", "address", "alive", "blocked", "callee", "crash_in", "highest_epoch", "incarnation",
-        "paused_until", "running", "slot", "world",
+        "_expire_armed",
+        "address",
+        "alive",
+        "blocked",
+        "byes",
+        "callee",
+        "crash_in",
+        "highest_epoch",
+        "incarnation",
+        "paused_until",
+        "running",
+        "slot",
+        "world",
     )  # fmt: skip
 
     def __init__(self, world: World, slot: int, start: int, address: int) -> None:
@@ -70,6 +81,7 @@ class SimWorker:
         self.crash_in = -1
         self.highest_epoch = 0
         self.running: dict[tuple[bytes, str, int], _Running] = {}
+        self.byes: set[bytes] = set()
         self._expire_armed = False
 
     def __repr__(self) -> str:
@@ -81,8 +93,11 @@ class SimWorker:
         if kind == Kind.HELLO:
             self._on_hello(connection, header)
         elif kind == Kind.BYE:
-            self.do(self.callee.bye(header.session))
+            if connection.link.name == self.world.link_names[-1]:
+                self.byes.add(header.session)
+                self.do(self.callee.bye(header.session))
         else:
+            self._cover(header)
             self.do(self.callee.receive(header, buffers, connection.peer, self.world.now))
             if header.budget_ms and self.callee.queued and not self._expire_armed:
                 self._expire_armed = True
@@ -117,6 +132,14 @@ class SimWorker:
                 self._credit(effect)  # type: ignore[arg-type]
         self.callee.validate()
 
+    def _cover(self, header: Header) -> None:
+        """Count which message meets a request in which state."""
+        session = self.callee._sessions.get(header.session)  # noqa: SLF001  # the test kit may look inside
+        lane = None if session is None else session.lanes.get(header.lane)
+        run = None if lane is None else lane.runs.get(header.seq)
+        state = "new" if run is None else run.state.value
+        self.world.covered["meets", Kind(header.kind).name, state] += 1
+
     def _on_hello(self, connection: Connection, header: Header) -> None:
         world = self.world
         status, effects = self.callee.hello(header, world.now)
@@ -131,7 +154,7 @@ class SimWorker:
             world.network.send(connection, 0, reply, world.pack_cursors(self.callee.lane_cursors(header.session)))
 
     def _begin(self, request: Execute) -> None:
-        calls = self.world.ledger.handed_out(self.incarnation, request)
+        calls = self.world.ledger.handed_out(self.incarnation, request, self.world.now)
         running = _Running(request, calls)
         self.running[request.session, request.lane, request.seq] = running
         self._start_call(running)
@@ -143,7 +166,7 @@ class SimWorker:
             call,
             epoch=world.epoch_of(running.request.session) if running.index == 0 else 0,
             highest=self.highest_epoch,
-            draining=self.callee.draining,
+            over=self._over(running.request.session),
             alone=LANES[running.request.lane] == 1,
         )
         if world.story is not None:
@@ -155,6 +178,11 @@ class SimWorker:
         if world.knobs.slow and world.random() < world.knobs.slow:
             length = length * 10 + 50 * MS
         world.after(length, self._step, running)
+
+    def _over(self, session: bytes) -> str:
+        if session in self.byes:
+            return "BYE"
+        return "the drain" if self.callee.draining else ""
 
     def _step(self, running: _Running) -> None:
         """Go on with a running call: the next item of a stream, or its end."""

@@ -25,10 +25,14 @@ from zbus.testing.simulation.worker import SimWorker
 __all__ = ["World"]
 
 _TIMING: Final = Timing(probe_first=60 * MS, probe_received=150 * MS, probe_max=500 * MS, cancel_grace=60 * MS)
-_HELLO_EVERY: Final = 50 * MS
+_HELLO_EVERY: Final = 120 * MS
 _QUIET: Final = 40 * MS
 _PATIENCE: Final = 60_000 * MS
-_MAX_EVENTS: Final = 200_000
+_MAX_EVENTS: Final = 60_000
+
+
+def _epoch(controller: SimController) -> int:
+    return controller.epoch
 
 
 class World:
@@ -125,7 +129,13 @@ class World:
         self.controllers.append(controller)
         for worker in self.workers:
             controller.connect(worker)
-        begin = 4 * (knobs.delay + knobs.jitter)  # so that most placements find their members READY
+        if knobs.guests:
+            guest = SimController(self, 2, 0)
+            self.controllers.append(guest)
+            for worker in self.workers:
+                guest.connect(worker)
+            self.at(int((30 + self.random() * 200) * MS), self._farewell, guest)
+        begin = 12 * MS + 3 * (knobs.delay + knobs.jitter)  # so that most placements find their members READY
         for _ in range(knobs.requests):
             self.at(begin + int(self.random() * knobs.span), self._place, 3)
         if self.faulty:
@@ -195,7 +205,7 @@ class World:
         random = self.random
         knobs = self.knobs
         living = [controller for controller in self.controllers if controller.alive]
-        controller = living[int(random() * len(living))]
+        controller = max(living, key=_epoch) if random() < 0.5 else living[int(random() * len(living))]
         if controller.paused_until > self.now:
             self.at(controller.paused_until, self._place, tries)
             return
@@ -203,6 +213,8 @@ class World:
         if len(members) > 1 and random() > knobs.group:
             members = [members[int(random() * len(members))]]
         lane = knobs.lanes[int(random() * len(knobs.lanes))]
+        if random() < 0.02:
+            lane = "nowhere"
         stream = knobs.stream > 0 and len(members) == 1 and random() < knobs.stream
         count = 2 + int(random() * 3) if not stream and random() < knobs.batch else 1
         deadline = None
@@ -386,13 +398,17 @@ class World:
 
     def _take_over(self) -> None:
         """Replace the controller of the highest epoch; the old one dies or, cut off from the news, goes on."""
-        old = max(self.controllers, key=lambda controller: controller.epoch)
+        old = max(self.controllers, key=_epoch)
         new = SimController(self, len(self.controllers) + 1, old.epoch + 1)
         self.controllers.append(new)
-        zombie = self.random() < self.knobs.zombie
-        self.covered["fault", "two controllers" if zombie else "controller crash"] += 1
-        self.tell(f"{new} takes over from {old}, which {'goes on' if zombie else 'dies'}")
-        if not zombie:
+        fate = "goes on"
+        if self.random() >= self.knobs.zombie:
+            fate = "says BYE" if self.random() < self.knobs.farewell and old.paused_until <= self.now else "dies"
+        self.covered["fault", f"controller replaced, the old one {fate}"] += 1
+        self.tell(f"{new} takes over from {old}, which {fate}")
+        if fate == "says BYE":
+            old.close()
+        if fate == "dies":
             old.alive = False
             for peer in old.peers:
                 for link in peer.links.values():
@@ -400,6 +416,12 @@ class World:
                         self.network.broke(link.connection)
         for worker in self._slots.values():
             new.connect(worker)
+
+    def _farewell(self, controller: SimController) -> None:
+        if controller.paused_until > self.now:
+            self.at(controller.paused_until, self._farewell, controller)
+        elif controller.alive:
+            controller.close()
 
     # -- small things --------------------------------------------------------------------------------------------
 

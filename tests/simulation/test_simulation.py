@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from zbus.testing.simulation import replay, run_seed, run_seeds
+
+CORPUS = [
+    (line.split()[0], int(line.split()[1]))
+    for line in (Path(__file__).parent / "corpus.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+
+MUST_HAPPEN = """
+fault: break · fault: a break noticed by the next connection · fault: controller replaced, the old one dies
+fault: controller replaced, the old one goes on · fault: controller replaced, the old one says BYE · fault: crash
+fault: crash between effects · fault: drain · fault: duplicate · fault: from a dead connection · fault: lease
+fault: loss · fault: lost in a break · fault: partition both ways · fault: partition to callers
+fault: partition to the worker · fault: pause of a controller · fault: pause of a worker
+meets: CANCEL done · meets: CANCEL held · meets: CANCEL new · meets: CANCEL queued · meets: CANCEL running
+meets: PROBE done · meets: PROBE held · meets: PROBE new · meets: PROBE queued · meets: PROBE running
+meets: REQ done · meets: REQ held · meets: REQ new · meets: REQ queued · meets: REQ running
+meets: SKIP done · meets: SKIP held · meets: SKIP new · meets: ACK running
+message: ACK · message: BYE · message: CHUNK · message: END OK · message: END APP_ERROR
+message: FAILURE APP_ERROR · message: FAILURE CANCELLED · message: FAILURE EXPIRED · message: FAILURE PREDECESSOR
+message: FAILURE SHUTDOWN · message: FAILURE UNKNOWN_LANE · message: NACK FENCED_EPOCH
+message: NACK FENCED_INCARNATION · message: NACK GAP · message: NACK WINDOW · message: PROGRESS QUEUED
+message: PROGRESS RUNNING · message: RESULT OK · message: SKIP
+outcome: APP_ERROR · outcome: CANCELLED cancelled · outcome: NOT_EXECUTED deadline · outcome: NOT_EXECUTED fenced
+outcome: NOT_EXECUTED lease · outcome: NOT_EXECUTED predecessor · outcome: NOT_EXECUTED protocol
+outcome: NOT_EXECUTED shutdown · outcome: NOT_EXECUTED worker_exit · outcome: OK · outcome: UNKNOWN deadline
+outcome: UNKNOWN fenced · outcome: UNKNOWN lease · outcome: UNKNOWN shutdown · outcome: UNKNOWN worker_exit
+peer: connecting handshaking · peer: handshaking ready · peer: ready suspect · peer: suspect ready · peer: ready dead
+refused: FENCED_EPOCH dead · refused: FENCED_EPOCH ready · refused: FENCED_INCARNATION suspect
+"""
+
+
+@pytest.mark.parametrize(("size", "seed"), CORPUS)
+def test_a_seed_that_once_broke_a_rule_holds(size, seed):
+    """What was repaired stays repaired."""
+    failure = run_seed(seed, size)
+    assert failure is None, failure
+
+
+def test_schedules_hold():
+    """No promise breaks in 10,000 small schedules and 600 deep ones, in which each fault, state and outcome occurs."""
+    small = run_seeds(range(10_000))
+    assert not small.failures, small.failures[0]
+    large = run_seeds(range(600), "large")
+    assert not large.failures, large.failures[0]
+    _must_have_happened(3, small, large)
+
+
+@pytest.mark.ci
+def test_many_schedules_hold():
+    """No promise breaks in 200,000 small and 10,000 large schedules beyond those of every run."""
+    small = run_seeds(range(1_000_000, 1_200_000))
+    assert not small.failures, small.failures[0]
+    large = run_seeds(range(1_000_000, 1_010_000), "large")
+    assert not large.failures, large.failures[0]
+    _must_have_happened(50, small, large)
+
+
+def test_a_seed_is_one_run():
+    """The same seed gives the same events in the same order, whatever ran before."""
+    stories = []
+    for _ in range(2):
+        run_seeds(range(5))
+        stories.append([replay(seed, "large", lines=100_000).story for seed in (3, 4, 5)])
+    assert stories[0] == stories[1]
+    assert all(len(story) > 20 for story in stories[0])
+
+
+def test_a_broken_rule_is_told_with_its_seed_story_and_command(monkeypatch):
+    """A failure names the rule, the last events, and the command that plays it again."""
+    from zbus.protocol.callee import Callee
+
+    monkeypatch.setattr(Callee, "_report", lambda *arguments: None)
+    report = run_seeds(range(1000))
+    text = str(report.failures[0])
+    assert f"--replay {report.failures[0].seed} " in text
+    assert "broke I" in text
+    assert " ms  " in text
+
+
+def test_the_command_prints_one_json_object():
+    """``python -m zbus.testing.simulation --json`` prints runs, events, violations, coverage and rate, and exits 0."""
+    done = subprocess.run(
+        [sys.executable, "-m", "zbus.testing.simulation", "--seconds", "0.2", "--seed", "7", "--json"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["runs"] > 0
+    assert told["events"] > told["runs"]
+    assert told["violations"] == []
+    assert told["runs_per_s"] > 0
+    assert told["coverage"]["outcome: OK"] > 0
+
+
+def _must_have_happened(least, *reports):
+    names = [name.strip() for line in MUST_HAPPEN.strip().splitlines() for name in line.split(" · ")]
+    covered = Counter()
+    for report in reports:
+        covered.update(report.coverage())
+    rare = {name: covered[name] for name in names if covered[name] < least}
+    assert not rare, f"too rare to prove anything: {rare}"
