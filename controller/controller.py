@@ -286,7 +286,7 @@ class Controller:
         def agent_ended(ended: AgentExit) -> None:
             failures.append(ended)
             if self._members is not None:
-                self._members.poke()
+                self._members.on_agent_exit(ended)
 
         local = LocalScheduler(
             self.trial,
@@ -318,7 +318,7 @@ class Controller:
         if not missing:
             return
         if failures:
-            raise _agent_error(failures[0])
+            raise members.gave_up(failures[0].role) or _agent_error(failures[0])
         lines = {str(member.name): words for member, words in missing}
         for line in scheduler.missing():
             name, _, words = line.partition(": ")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from controller.placer import WorkerFacts
+from controller.scheduling.api import AgentExit
 from zbus.codec import decode, encode
 from zbus.codec.exceptions import rebuild_exception
 from zbus.discovery.state import Event, LeaseExpired, WorkerExited, WorkerReplaced, WorkerSeen
@@ -32,6 +33,9 @@ log = logging.getLogger("zbus.members")
 
 _LOOK_S: Final = 0.01
 _EXIT_PATIENCE_S: Final = 1.0
+_LAST_WORD_S: Final = 0.1
+"""How long an exit record may take to be seen after the agent that wrote it has ended."""
+
 _IDLE_S: Final = 0.5
 
 
@@ -92,6 +96,7 @@ class RoleMembers:
         self.arguments = arguments
         self.table: dict[str, EndpointSpec] = {}
         self._exit_of = exits
+        self.agent_end: str = ""
         self._peers: list[Any] = []
         self.refresh()
 
@@ -128,7 +133,7 @@ class RoleMembers:
     def will_return(self, peer: Any) -> bool:
         """Tell whether a rank that is gone will be started again by policy."""
         member = self.members[peer.name.rank]
-        return self.job.restart != "never" and member.error is None
+        return self.job.restart != "never" and member.error is None and not self.agent_end
 
     @property
     def ready(self) -> int:
@@ -196,13 +201,13 @@ class Members:
         elif isinstance(event, LeaseExpired):
             self._inbox.put(lambda: self._lease_expired(event.holder, event.silence_s))
 
+    def on_agent_exit(self, ended: AgentExit) -> None:
+        """Take the end of a role's agent, which its ranks do not outlive."""
+        self._inbox.put(lambda: self._agent_ended(ended))
+
     def on_state(self, peer: Peer, state: PeerState) -> None:
         """Take a state change of the client. Under its lock."""
         self._inbox.put(lambda: self._state(peer, state))
-
-    def poke(self) -> None:
-        """Have whoever waits ask again: something outside has changed."""
-        self._inbox.put(lambda: None)
 
     def phase_of(self, name: str) -> str:
         """Return the phase of ``role/rank``."""
@@ -238,7 +243,7 @@ class Members:
 
     def _run(self) -> None:
         while not self._closing:
-            suspects = [m for m in self._by_peer.values() if m.suspect_since is not None]
+            suspects = [m for m in self._by_peer.values() if m.suspect_since is not None and m.phase != Phase.DEAD]
             try:
                 job = self._inbox.get(timeout=_LOOK_S if suspects else _IDLE_S)
             except queue.Empty:
@@ -378,6 +383,26 @@ class Members:
         else:
             self._settle_dead(member, "worker_exit", _how(record))
 
+    def _agent_ended(self, ended: AgentExit) -> None:
+        role = self.roles.get(ended.role)
+        if role is None or ended.asked:
+            return
+        role.agent_end = f"its agent (pid {ended.pid}) {_was(ended.cause())}"
+        log.warning("the agent of %s (pid %d) %s; log %s", ended.role, ended.pid, ended.cause(), ended.log)
+        for member in role.members:
+            if member.suspect_since is None and member.phase not in (Phase.WAITING, Phase.DEAD):
+                member.suspect_since = time.monotonic()
+
+    def gave_up(self, role: str) -> Exception | None:
+        """Return the error of a rank that died again and again while starting, once its agent has given up."""
+        deaths = [end for end in self._exits.copy().values() if end.role == role and not end.stopped]
+        if not deaths:
+            return None
+        last = max(deaths, key=lambda end: end.ended_wall_ns)
+        member = self.roles[role].members[last.rank]
+        times = sum(end.rank == last.rank for end in deaths)
+        return self._start_failure(member, "worker_exit", _how(last), last, times)
+
     def _look_into(self, member: Member) -> None:
         """Find out what became of a worker whose connection was lost."""
         peer, record, since = member.peer, member.record, member.suspect_since
@@ -389,12 +414,16 @@ class Members:
             ended = None  # R8: a sick registry is no proof of death
         if ended is not None:
             self._exited(ended)
-        elif (
+            return
+        agent_end = self.roles[member.name.role].agent_end
+        patience = _LAST_WORD_S if agent_end else _EXIT_PATIENCE_S
+        if (
             record.boot_id == boot_id()
-            and time.monotonic() - since > _EXIT_PATIENCE_S
+            and time.monotonic() - since > patience
             and not is_alive(record.pid, record.pid_start)
         ):
-            self._end(member, "worker_exit", "its process is gone, and its agent has not said how it ended")
+            words = agent_end or "its agent has not said how it ended"
+            self._end(member, "worker_exit", f"its process is gone; {words}")
 
     def _lease_expired(self, holder: str, silence_s: float) -> None:
         for role in self.roles.values():
@@ -443,10 +472,13 @@ class Members:
         """From now on workers are asked to end: their ends are no news. Any thread."""
         self._ending = True
 
-    def _start_failure(self, member: Member, reason: str, evidence: str) -> Exception:
-        ended = member.exited
+    def _start_failure(
+        self, member: Member, reason: str, evidence: str, ended: ExitRecord | None = None, times: int = 1
+    ) -> Exception:
+        ended = ended or member.exited
+        doing = _doing(member.phase) if times == 1 else f"starting, {times} times"
         return WorkerLost(
-            f"{member.name} died while {_doing(member.phase)}",
+            f"{member.name} died while {doing}",
             role=member.name.role,
             rank=member.name.rank,
             host=None if ended is None else ended.host,
@@ -458,7 +490,11 @@ class Members:
             signal_of_worker=None if ended is None else ended.signal,
             log_tail=() if ended is None else ended.log_tail,
             crash_file=None if ended is None else ended.crash_file or None,
-            facts={"exit" if reason == "worker_exit" else "evidence": evidence, **_exit_facts(ended)},
+            facts={
+                "exit" if reason == "worker_exit" else "evidence": evidence,
+                **_exit_facts(ended),
+                **_restart_facts(self.roles[member.name.role].job, times),
+            },
         )
 
 
@@ -467,6 +503,17 @@ def _exit_facts(ended: ExitRecord | None) -> dict[str, str]:
         return {}
     facts = {"exit": _how(ended), "start": str(ended.start), "log": ended.log}
     return {**facts, "stacks": ended.stacks} if ended.stacks else facts
+
+
+def _restart_facts(job: JobRecord, times: int) -> dict[str, str]:
+    if times == 1:
+        return {}
+    window = f"{job.max_restarts} within {job.restart_window_s:g} s"
+    return {"restarts": f"restarted {times - 1} times; the policy allows {window}"}
+
+
+def _was(how: str) -> str:
+    return f"was {how}" if how.startswith("killed") else how
 
 
 def _how(record: ExitRecord) -> str:
