@@ -148,16 +148,14 @@ class Zbus:
         for _ in range(min(IN_FLIGHT, calls)):
             for futures, echo in zip(open_calls, ranks, strict=True):
                 futures.append(echo.submit(b"x"))
-        taken = 0
         left = calls - min(IN_FLIGHT, calls)
-        for _ in range(calls):
+        for taken in range(calls):
             for futures, echo in zip(open_calls, ranks, strict=True):
                 futures[taken].result()
                 futures[taken] = None
                 if left > 0:
                     futures.append(echo.submit(b"x"))
             left -= 1
-            taken += 1
         return total / (time.perf_counter() - began)
 
     def batches(self, calls: int) -> float:
@@ -245,7 +243,7 @@ def run(rounds: int, scale: float, wanted: Callable[[str], bool]) -> Results:
             stack.callback(made.close)
             return made
 
-        sizes = [size for size in (1, 4, 8, 16) if size == 1 or any(wanted(f"{kind}_{size}") for kind in ("fanout", "pipeline"))]
+        sizes = [1, *(size for size in (4, 8, 16) if wanted(f"fanout_{size}") or wanted(f"pipeline_{size}"))]
         raws = {size: raw(size) for size in sizes}
         ours = {size: zbus(size, "off") for size in sizes}
         traced = zbus(1, "rpc") if wanted("call_traced") else None
