@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Self
 
@@ -94,13 +95,17 @@ class BatchBuilder:
             [(spec.name, spread.arguments[member]) for spec, spread, _ in self._calls] for member in range(len(ranks))
         ]
         deadlines = [spec.deadline_s for spec, _, _ in self._calls if spec.deadline_s is not None]
+        submitted_ns = time.monotonic_ns()
         placement = Placement(
             Order(
                 placer=core.placer,
                 roster=core.roster,
                 ranks=list(ranks),
                 lane=self._calls[0][0].lane,
+                submitted_ns=submitted_ns,
                 payloads=encode_calls(calls, snapshot=True),
+                encoded_ns=time.monotonic_ns(),
+                number=next(core.numbers),
                 methods=tuple(spec.name for spec, _, _ in self._calls),
                 deadline_s=self._deadline_s or self._view.deadline_s or sum(deadlines) or core.deadline_s,
                 strict=self._strict or any(spec.strict for spec, _, _ in self._calls),

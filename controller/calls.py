@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, cast
@@ -35,6 +37,7 @@ class Core:
         self.deadline_s = deadline_s
         self.bucket = TokenBucket()
         self._lock = threading.Lock()
+        self.numbers = itertools.count(1)
         self._loads: dict[int, int] = {}
         self._turn = 0
 
@@ -195,6 +198,7 @@ class Method(Generic[P, T]):
 
     def _place(self, spread: Plan, *, snapshot: bool) -> Placement:
         spec, core, options = self.spec, self._view.core, self._view
+        submitted_ns = time.monotonic_ns()
         any_one = isinstance(spec.dispatch, AnyOne)
         ranks = [options.ranks[member] for member in spread.members]
         try:
@@ -204,7 +208,10 @@ class Method(Generic[P, T]):
                     roster=core.roster,
                     ranks=ranks,
                     lane=spec.lane,
+                    submitted_ns=submitted_ns,
                     payloads=encode_calls([[(spec.name, a)] for a in spread.arguments], snapshot=snapshot),
+                    encoded_ns=time.monotonic_ns(),
+                    number=next(core.numbers),
                     methods=(spec.name,),
                     deadline_s=options.deadline_s or spec.deadline_s or core.deadline_s,
                     strict=spec.strict,

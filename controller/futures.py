@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from controller.background import Background, callbacks, shared
@@ -95,7 +96,9 @@ class BatchFuture(Generic[T]):
         Raises:
             RemoteError: The engine raised (also an instance of the original builtin class); only if one rank was
                 called. NotExecuted, CallTimeout, WorkerLost, OutcomeUnknown, CallCancelled likewise.
-            BatchError: One or more of several ranks failed; the good results are kept.
+            BatchError: One or more of several ranks failed; the good results are kept. All ranks are waited for, but
+                after the loss of a worker only a moment: the others may wait for it in a collective. ``late`` says
+                how far each of those is, and what they had not started is cancelled.
             CallTimeout: ``timeout`` ran out (it is also a ``TimeoutError``); names who is late and how far each is.
         """
         self._wait(timeout)
@@ -221,8 +224,12 @@ class BatchFuture(Generic[T]):
         self._placement = placement
 
     async def wait_async(self) -> None:
-        """Wait on the running loop until every rank's outcome is known; cancelling it cancels the call."""
-        await self._until(self.done)
+        """Wait on the running loop until there is an answer or an error; cancelling it cancels the call."""
+        await self._until(self._decided)
+        if not self.done():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._placement.patience_s()):
+                    await self._placement.wait_async(self.done)
 
     async def _answer_async(self) -> T:
         await self.wait_async()
@@ -237,9 +244,14 @@ class BatchFuture(Generic[T]):
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    def _decided(self) -> bool:
+        return self.done() or self._placement.lost()
+
     def _wait(self, timeout: float | None) -> None:
-        if not self._placement.wait(self.done, timeout):
+        if not self._placement.wait(self._decided, timeout):
             raise self._timeout(timeout)
+        if not self.done():
+            self._placement.wait(self.done, self._placement.patience_s())
 
     def _timeout(self, timeout: float | None) -> CallTimeout:
         order = self._placement.order
@@ -262,6 +274,8 @@ class BatchFuture(Generic[T]):
 
     def _conclude(self) -> T:
         with self._lock:
+            if not self.done():
+                raise self._given_up()
             if self._answer is None and self._error is None:
                 try:
                     self._answer = (self._merged(),)
@@ -272,6 +286,17 @@ class BatchFuture(Generic[T]):
             assert self._answer is not None  # noqa: S101  # one of the two is set above
             return self._answer[0]
 
+    def _given_up(self) -> Exception:
+        """Make the error of a call that lost a worker while others have not answered; those not started are cancelled.
+
+        It is made anew each time: the others may answer yet.
+        """
+        placement = self._placement
+        late = placement.late(self._call)
+        placement.cancel()
+        failures = placement.slots.failures(self._call) or placement.slots.failures()
+        return self._failure(failures, late)
+
     def _merged(self) -> T:
         placement = self._placement
         failures = placement.slots.failures(self._call)
@@ -280,14 +305,15 @@ class BatchFuture(Generic[T]):
         outcomes = [placement.slots.outcome(m, self._call) for m in range(len(placement.order.ranks))]
         return self._merge([self._value(member, outcome) for member, outcome in enumerate(outcomes) if outcome])
 
-    def _failure(self, failures: Sequence[Failure]) -> Exception:
+    def _failure(self, failures: Sequence[Failure], late: Mapping[int, str] | None = None) -> Exception:
         order = self._placement.order
         made = {one.member: self._placement.error(one.member, one.call, one.outcome) for one in failures}
         if len(order.ranks) == 1:
             return made[failures[0].member]
         ordered = causes(failures, lambda failure: is_echo(made[failure.member]))
         errors = [(order.ranks[failure.member], made[failure.member]) for failure in ordered]
-        return batch_error(order.methods[self._call], order.roster.role, errors, self.results(), len(order.ranks))
+        method, role = order.methods[self._call], order.roster.role
+        return batch_error(method, role, errors, self.results(), len(order.ranks), late)
 
     def _rank_result(self, member: int) -> RankResult:
         outcome = self._placement.slots.outcome(member, self._call)
@@ -377,7 +403,7 @@ class Stream(Generic[T]):
         outcome = self._placement.slots.outcome(0, 0)
         if outcome is not None and outcome.kind is not OutcomeKind.OK:
             error = self._placement.error(0, 0, outcome)
-            error.facts = {**getattr(error, "facts", {}), "delivered": f"{self._taken} items"}  # type: ignore[attr-defined]  # every call error has facts
+            error.facts["delivered"] = f"{self._taken} items"
             raise error
 
 

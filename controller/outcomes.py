@@ -45,7 +45,6 @@ class Origin:
         roster: The role.
         peer: The incarnation that held the call.
         method: Endpoint name.
-        batch: Number of the call in its batch, or None for a plain call.
         deadline_s: The call's deadline in seconds, or None.
         number: Number of the batch among those of its group, from 1, or None.
     """
@@ -53,7 +52,6 @@ class Origin:
     roster: Roster
     peer: Peer
     method: str
-    batch: int | None = None
     deadline_s: float | None = None
     number: int | None = None
 
@@ -72,7 +70,7 @@ def error_of(outcome: Outcome, origin: Origin) -> CallError:
         host=facts.host,
         pid=facts.pid,
         method=origin.method,
-        batch=origin.batch,
+        batch=origin.number,
         attempts=outcome.attempts,
         outcome=outcome.kind.value,
         reason=outcome.reason,
@@ -106,7 +104,7 @@ def unavailable(error: Unavailable, origin: Origin, names: str) -> Unavailable:
         host=facts.host,
         pid=facts.pid,
         method=origin.method,
-        batch=origin.batch,
+        batch=origin.number,
         attempts=0,
         outcome=OutcomeKind.NOT_EXECUTED.value,
         reason=error.reason,
@@ -134,7 +132,7 @@ def _remote(outcome: Outcome, origin: Origin, facts: WorkerFacts) -> CallError:
         attempts=outcome.attempts,
         log_tail=facts.log_tail,
     )
-    error.batch = origin.batch
+    error.batch = origin.number
     error.outcome = outcome.kind.value
     return error
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from controller.background import shared
-from controller.outcomes import Origin, error_of
+from controller.outcomes import Origin, error_of, unavailable
 from controller.placer import Placed, Placer, Roster, is_dead, is_ready, loop_driver, wake, whereabouts
 from zbus.engine import Effect
-from zbus.errors import Unavailable
+from zbus.errors import CallError, Unavailable
 from zbus.protocol.batch import BatchSlots
-from zbus.protocol.messages import Buffers, Outcome, OutcomeKind
+from zbus.protocol.messages import Buffer, Buffers, Outcome, OutcomeKind
 from zbus.retry import RetryPolicy, TokenBucket
+from zbus.trace.tracer import get_tracer
 
 __all__ = ["Order", "Placement"]
 
@@ -26,6 +27,9 @@ _PATIENCE_S: Final = 30.0
 """How long a call that may wait waits for a member to become ready."""
 
 _LOOK_AGAIN_S: Final = 0.05
+
+_ECHO_S: Final = 0.3
+"""How long the other ranks of a call have to answer after a worker was lost, before the caller hears of it."""
 _CREDIT_STEP: Final = 8
 _GONE: Final = ("worker_exit", "lease", "fenced", "disconnected")
 
@@ -49,6 +53,9 @@ class Order:
         choose: Picks a rank anew for a call that any rank may run.
         bucket: Limits second executions of the whole group.
         released: Told the rank of a member when its last call has ended.
+        number: Number of the batch among those of its group, from 1.
+        submitted_ns: When the caller asked (monotonic), for the trace.
+        encoded_ns: When its payloads were ready.
     """
 
     placer: Placer
@@ -65,6 +72,9 @@ class Order:
     choose: Callable[[], int] | None = None
     bucket: TokenBucket | None = None
     released: Callable[[int], None] | None = None
+    number: int | None = None
+    submitted_ns: int = 0
+    encoded_ns: int = 0
     trace: int = 0
     peers: list[Any] = field(default_factory=list)
 
@@ -84,6 +94,11 @@ class Placement:
         self._executions = 1
         self._last: Outcome | None = None  # what the execution before a pause ended with
         self._consumed = 0
+        self._lost_at: float | None = None
+        tracer = get_tracer()
+        self._tracer = tracer if tracer.rpc else None
+        self._sent_ns = 0
+        self._untraced: list[tuple[int, int, Outcome, int]] = []  # what came before ``place`` returned
 
     def start(self) -> None:
         """Place the batch.
@@ -95,12 +110,22 @@ class Placement:
             self._place()
         except Unavailable as error:
             if not self._may_wait():
-                raise
+                raise self._refusal(error) from None
             self._last = Outcome(OutcomeKind.NOT_EXECUTED, reason="not_ready", evidence=str(error), attempts=0)
             shared().call(self._again, _LOOK_AGAIN_S)
 
+    def _refusal(self, error: Unavailable) -> Unavailable:
+        """Say of a refused call who died, if that is why."""
+        order = self.order
+        dead = [member for member, peer in enumerate(order.peers) if is_dead(peer)]
+        if not dead:
+            return error
+        names = ", ".join(str(order.peers[member].name) for member in dead)
+        return unavailable(error, self._origin(dead[0], 0), names)
+
     def _place(self) -> None:
         order = self.order
+        self._placed = None
         everyone = order.roster.peers()
         order.peers = [everyone[rank] for rank in order.ranks]
         self._placed = order.placer.place(
@@ -114,6 +139,12 @@ class Placement:
             trace=order.trace,
             strict=order.strict,
         )
+        if self._tracer is not None:
+            self._sent_ns = time.monotonic_ns()
+            with self._lock:
+                early, self._untraced = self._untraced, []
+            for one in early:
+                self._record(*one)
 
     def _remaining_s(self) -> float | None:
         deadline_s = self.order.deadline_s
@@ -124,6 +155,12 @@ class Placement:
     # -- outcomes ----------------------------------------------------------------------------------------------------
 
     def _deliver(self, member: int, call: int, outcome: Outcome) -> None:
+        if self._tracer is not None:
+            now_ns = time.monotonic_ns()
+            if self._placed is None:
+                self._untraced.append((member, call, outcome, now_ns))
+            else:
+                self._record(member, call, outcome, now_ns)
         if outcome.kind is not OutcomeKind.OK and self.order.retry is not None and self._run_again(outcome):
             return
         self._settle(member, call, outcome)
@@ -132,12 +169,38 @@ class Placement:
         with self._lock:
             if not self.slots.fill(member, call, outcome):
                 return
+            if outcome.kind is OutcomeKind.UNKNOWN and outcome.reason in _GONE and self._lost_at is None:
+                self._lost_at = time.monotonic()
             watchers = tuple(self._watchers)
         released = self.order.released
         if released is not None and call == len(self.order.methods) - 1:
             released(self.order.ranks[member])
         for watcher in watchers:
             watcher()
+
+    def _record(self, member: int, call: int, outcome: Outcome, reply_ns: int) -> None:
+        """Record the caller's side of one call in the trace."""
+        order, tracer = self.order, self._tracer
+        if tracer is None:
+            return
+        peer = order.peers[member]
+        tracer.bus_client(
+            getattr(order.placer, "session", b""),
+            str(peer.name),
+            peer.incarnation,
+            order.lane,
+            self._placed.seqs[member] + call,
+            outcome.attempts,
+            order.methods[call],
+            order.submitted_ns,
+            order.encoded_ns,
+            min(self._sent_ns or reply_ns, reply_ns),
+            reply_ns,
+            reply_ns,
+            sum(map(_nbytes, order.payloads[member])),
+            sum(map(_nbytes, outcome.payload or ())),
+            outcome.kind.value,
+        )
 
     def _take_chunk(self, _member: int, _number: int, item: Buffers) -> None:
         with self._lock:
@@ -276,15 +339,23 @@ class Placement:
             shared().call(self._again)
         wake(self.order.placer)
 
+    def lost(self) -> bool:
+        """Tell whether a worker was lost with one of the calls: the others may wait for it for ever."""
+        return self._lost_at is not None
+
+    def patience_s(self) -> float:
+        """Return how many seconds the others still have to answer after a worker was lost."""
+        return 0.0 if self._lost_at is None else max(0.0, self._lost_at + _ECHO_S - time.monotonic())
+
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def error(self, member: int, call: int, outcome: Outcome) -> Exception:
+    def error(self, member: int, call: int, outcome: Outcome) -> CallError:
         """Make the error of one slot. Not under a lock."""
+        return error_of(outcome, self._origin(member, call))
+
+    def _origin(self, member: int, call: int) -> Origin:
         order = self.order
-        batch = call if len(order.methods) > 1 else None
-        return error_of(
-            outcome, Origin(order.roster, order.peers[member], order.methods[call], batch, order.deadline_s)
-        )
+        return Origin(order.roster, order.peers[member], order.methods[call], order.deadline_s, order.number)
 
     def late(self, call: int) -> dict[int, str]:
         """Return what is known of each rank that has not answered a call."""
@@ -302,3 +373,7 @@ class Placement:
                     state = f"{state}, worker {peer.state.value}"
             states[order.ranks[member]] = state
         return states
+
+
+def _nbytes(frame: Buffer) -> int:
+    return frame.nbytes if isinstance(frame, memoryview) else len(frame)

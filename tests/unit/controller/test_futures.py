@@ -156,6 +156,71 @@ def test_a_failure_waits_for_the_whole_batch():
         future.result(timeout=0)
 
 
+def test_the_loss_of_a_worker_is_told_while_its_peers_hang():
+    """Peers that wait for the dead rank in a collective are not waited for: the error says how far each is."""
+    group, placer, roster = make_group(Actor, 3)
+    future = group.train.submit()
+    roster.members[2].where = "arrived, not started"
+    placer.requests[0].answer(lost())
+    with pytest.raises(BatchError) as caught:
+        future.result()
+    assert isinstance(caught.value.root, WorkerLost)
+    assert caught.value.late == {1: "running", 2: "arrived, not started"}
+    assert not future.done()
+    assert placer.cancelled == placer.placed
+    with pytest.raises(BatchError) as awaited:
+        asyncio.run(_awaited(future))
+    assert awaited.value.late == caught.value.late
+    placer.requests[1].answer(ok("b"))
+    placer.requests[2].answer(CANCELLED)
+    with pytest.raises(BatchError) as settled:
+        future.result()
+    assert (settled.value.results, settled.value.late) == ({1: "b"}, {})
+    assert [error.rank for error in settled.value.exceptions] == [0, 2]
+
+
+async def _awaited(future):
+    return await future
+
+
+def test_a_call_to_a_dead_rank_says_how_it_died():
+    """Nothing is sent to the others; the refusal names the dead rank and what is known of it."""
+    group, _, roster = make_group(Actor, 2)
+    roster.members[1].state = FakeState.DEAD
+    roster.members[1].evidence = "exited with code 7"
+    with pytest.raises(Unavailable, match=r"actor/1 died, so `train` was sent to no rank") as caught:
+        group.train()
+    assert (caught.value.rank, caught.value.method) == (1, "train")
+    assert caught.value.facts["evidence"] == "exited with code 7"
+
+
+def test_every_call_is_recorded_once_per_rank():
+    """The caller's side of a call is one trace record with its ids, times in order and sizes."""
+    from zbus.trace.tracer import Tracer, use_tracer
+
+    tracer = Tracer("controller", 0)
+    tracer.set_level("rpc")
+    group, placer, _ = make_group(Actor, 2)
+    with use_tracer(tracer):
+        placer.auto = lambda request: request.answer(ok(1))
+        group.train(5)
+        placer.auto = None
+        future = group[1].train.submit()
+    placer.requests[2].answer(raised(ValueError("x")))
+    assert isinstance(future.exception(), ValueError)
+    records = [record for ring in tracer.rings() for record in ring.items]
+    assert [(record[2], record[7], record[-1]) for record in records] == [
+        ("actor/0", "train", "OK"),
+        ("actor/1", "train", "OK"),
+        ("actor/1", "train", "APP_ERROR"),
+    ]
+    for record in records:
+        times = record[8:13]
+        assert all(times)
+        assert list(times) == sorted(times)
+        assert min(record[13:15]) > 0
+
+
 def test_the_first_failing_rank_is_root_and_its_echoes_are_collateral():
     """Peers that fail in a collective since rank 2 died are not the cause, though they were heard first."""
     group, placer, _ = make_group(Actor, 3)
@@ -184,8 +249,12 @@ def test_an_own_error_heard_first_is_root():
 @pytest.mark.parametrize(
     ("outcome", "cls", "text"),
     [
-        (lost(), WorkerLost, "actor/0 died during `train`: killed by SIGKILL; the call may have run: it was running"),
-        (lost("silent for 5 s", "lease"), WorkerLost, "actor/0 was lost during `train`: silent for 5 s"),
+        (
+            lost(),
+            WorkerLost,
+            r"actor/0 died during `train` \(batch 1\): killed by SIGKILL; the call may have run: it was running",
+        ),
+        (lost("silent for 5 s", "lease"), WorkerLost, r"actor/0 was lost during `train` \(batch 1\): silent for 5 s"),
         (Outcome(OutcomeKind.NOT_EXECUTED, None, "worker_exit", "", 0), NotExecuted, "died before it was sent `train`"),
         (DEADLINE, CallTimeout, r"passed its deadline of 9 s, it may have run: no word"),
         (Outcome(OutcomeKind.NOT_EXECUTED, None, "deadline", "", 0), CallTimeout, "it did not run"),
