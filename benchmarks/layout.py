@@ -7,10 +7,10 @@
 Two tables, each in interleaved rounds of one run; a ratio is the median of the ratios to ``raw`` of the same round.
 
 ``who``: one small call at a time (``who_call``), broadcast and gather over 8 (``who_fanout_8``), 64 calls in flight
-(``who_pipeline``), where the caller's end of the same DEALERs is driven by: ``raw`` (blocking send and receive), ``caller``
-(the calling thread polls zmq), ``reactor`` (ours: descriptors in epoll, one mutex, the waiter leads), ``io_thread`` (a
-thread owns the sockets; a queue and a wake-up each way), ``zmq_asyncio``, ``asyncio_fd`` (a reader on each zmq
-descriptor), ``asyncio_reactor`` (ours inside a loop: one reader on the reactor's epoll).
+(``who_pipeline``), where the caller's end of the same DEALERs is driven by: ``raw`` (blocking send and receive),
+``caller`` (the calling thread polls zmq), ``reactor`` (ours: descriptors in epoll, one mutex, the waiter leads),
+``io_thread`` (a thread owns the sockets; a queue and a wake-up each way), ``zmq_asyncio``, ``asyncio_fd`` (a reader on
+each zmq descriptor), ``asyncio_reactor`` (ours inside a loop: one reader on the reactor's epoll).
 
 ``sockets``: broadcast and gather over W simulated workers (ROUTER echoes, many per process) with one DEALER per worker
 (``dealer``), with a monitor each (``dealer_mon``), two per worker (``main`` and ``ctl``) with a monitor on both
