@@ -22,6 +22,7 @@ from zbus.discovery.state import Event, LeaseExpired, WorkerExited, WorkerReplac
 from zbus.engine import EndpointSpec, Mesh, table_from_wire
 from zbus.errors import EngineLoadError, RegistryError, StartupError, WorkerLost
 from zbus.ids import WorkerName
+from zbus.protocol.journal import JournalReport
 from zbus.protocol.messages import Outcome, OutcomeKind
 from zbus.registry.records import ExitRecord, JobRecord, Records, WorkerRecord
 from zbus.runtime.processes import boot_id, describe_exit, is_alive
@@ -160,6 +161,7 @@ class Members:
         records: The registry.
         jobs: Job record and engine arguments by role.
         create_timeout_s: Limit of one engine creation.
+        read_journal: Reads the crash journal of a worker of this host that is gone, where no agent is left to do so.
     """
 
     def __init__(
@@ -169,10 +171,12 @@ class Members:
         jobs: Mapping[str, tuple[JobRecord, Sequence[Any], Mapping[str, Any]]],
         *,
         create_timeout_s: float,
+        read_journal: Callable[[WorkerRecord], JournalReport | None] = lambda _: None,
     ) -> None:
         self._client = client
         self._records = records
         self._create_timeout_s = create_timeout_s
+        self._read_journal = read_journal
         self._exits: dict[int, ExitRecord] = {}
         self._earlier = frozenset(ended.incarnation for ended in records.exits())  # of earlier runs of this trial
         self.roles = {
@@ -379,7 +383,7 @@ class Members:
             return  # the end of an earlier start
         member.exited = record
         if member.peer is not None and member.peer.incarnation == record.incarnation:
-            self._end(member, "worker_exit", _how(record))
+            self._end(member, "worker_exit", _how(record), record.journal)
         else:
             self._settle_dead(member, "worker_exit", _how(record))
 
@@ -423,7 +427,7 @@ class Members:
             and not is_alive(record.pid, record.pid_start)
         ):
             words = agent_end or "its agent has not said how it ended"
-            self._end(member, "worker_exit", f"its process is gone; {words}")
+            self._end(member, "worker_exit", f"its process is gone; {words}", self._read_journal(record))
 
     def _lease_expired(self, holder: str, silence_s: float) -> None:
         for role in self.roles.values():
@@ -435,10 +439,10 @@ class Members:
                     continue  # the transport is alive: a disk that cannot be written is no death (R8)
                 self._end(member, "lease", f"its agent on {record.host} was silent for {silence_s:.1f} s")
 
-    def _end(self, member: Member, reason: str, evidence: str) -> None:
+    def _end(self, member: Member, reason: str, evidence: str, journal: JournalReport | None = None) -> None:
         peer = member.peer
         if peer is not None:
-            self._client.declare_dead(peer, reason=reason, evidence=evidence)
+            self._client.declare_dead(peer, reason=reason, evidence=evidence, journal=journal)
         self._settle_dead(member, reason, evidence)
 
     def _settle_dead(self, member: Member, reason: str, evidence: str) -> None:

@@ -12,6 +12,7 @@ from workers.cgroup import OomVerdict
 from zbus.config import TrialDir
 from zbus.config.trialdir import write_atomically
 from zbus.registry.records import ExitRecord
+from zbus.runtime.journal import journal_file, read_journal
 from zbus.runtime.processes import describe_exit
 
 __all__ = ["CRASH_SCHEMA", "RankExit", "log_tail", "make_record", "write_crash_file"]
@@ -180,7 +181,7 @@ def stack_dumps(trial: TrialDir, ended: RankExit) -> str:
 
 
 def make_record(trial: TrialDir, ended: RankExit) -> ExitRecord:
-    """Read the log tail, write the crash report and return the exit record. Blocks on the disk.
+    """Read the log tail and the crash journal, write the crash report and return the exit record. Blocks on the disk.
 
     A crash report that cannot be written is left out: the exit record matters more.
     """
@@ -210,4 +211,5 @@ def make_record(trial: TrialDir, ended: RankExit) -> ExitRecord:
         crash_file=crash_file,
         stacks=stack_dumps(trial, ended),
         stopped=ended.asked,
+        journal=read_journal(journal_file(trial.path, ended.role, ended.rank, ended.start), ended.incarnation),
     )

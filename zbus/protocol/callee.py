@@ -197,6 +197,10 @@ class Callee:
         state = self._sessions.get(session)
         return state is None or state.epoch == 0
 
+    def knows(self, session: bytes) -> bool:
+        """Return whether something of a session runs or may still come."""
+        return session in self._sessions
+
     def drain(self) -> list[Effect]:
         """Start nothing more: what is queued ends as SHUTDOWN (not executed), what runs may end."""
         self.draining = True

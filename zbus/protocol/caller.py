@@ -29,6 +29,7 @@ import enum
 from collections import deque
 from typing import Final
 
+from zbus.protocol.journal import Fate, LaneHistory
 from zbus.protocol.messages import Buffers, Chunk, Effect, Finish, Header, Kind, Outcome, OutcomeKind, SendTo, Status
 
 __all__ = ["CallerLane", "RequestState", "Timing"]
@@ -289,8 +290,14 @@ class CallerLane:
         """The connection is gone: what is in flight may be lost or may arrive; nothing is sent until the next one."""
         self.connected = False
 
-    def on_dead(self, reason: str, evidence: str) -> list[Effect]:
-        """The callee's incarnation is over: settle every call and refuse new ones."""
+    def on_dead(self, reason: str, evidence: str, history: LaneHistory | None = None) -> list[Effect]:
+        """The callee's incarnation is over: settle every call and refuse new ones.
+
+        Args:
+            reason: Machine-readable cause.
+            evidence: How the end was seen, in words.
+            history: What the callee's crash journal tells of this lane; without it, whatever was sent is UNKNOWN.
+        """
         effects: list[Effect] = []
         if self.dead is not None:
             return effects
@@ -299,6 +306,10 @@ class CallerLane:
         for request in list(self._order):
             if request.attempts == 0:
                 outcome = Outcome(OutcomeKind.NOT_EXECUTED, None, reason, evidence, 0)
+            elif history is not None:
+                self._settle_by(history, request, reason, evidence, effects)
+                self._retire(request)
+                continue
             else:
                 outcome = Outcome(
                     OutcomeKind.UNKNOWN, None, reason, f"{evidence}; the call was {self._whereabouts(request)}",
@@ -620,6 +631,33 @@ class CallerLane:
             for seq in range(request.seq, request.seq + request.calls)
             if seq not in finished
         )
+
+    def _settle_by(
+        self, history: LaneHistory, request: _Request, reason: str, evidence: str, effects: list[Effect]
+    ) -> None:
+        """Settle each call of a request by what the callee's crash journal tells of it."""
+        if not request.open_calls:
+            return
+        items = f" after {request.expected_chunk} items" if request.expected_chunk else ""
+        finished = request.finished or ()
+        request.open_calls = 0
+        for seq in range(request.seq, request.seq + request.calls):
+            if seq in finished:
+                continue
+            fate = history.fate(seq)
+            kind, why = OutcomeKind.UNKNOWN, reason
+            if fate is Fate.NEVER_STARTED:
+                kind = OutcomeKind.CANCELLED if request.cancelled else OutcomeKind.NOT_EXECUTED
+                why = "cancelled" if request.cancelled else reason
+                words = "not started: the worker died before"
+            elif fate is Fate.BEGAN:
+                words = f"running: began, no end{items}"
+            elif fate is Fate.UNTOLD:
+                words = f"{self._whereabouts(request)}, and its place in the crash journal was used again"
+            else:
+                words = f"{fate.value}, reply lost{items}"
+            outcome = Outcome(kind, None, why, f"{evidence}; the call was {words}", request.attempts)
+            effects.append(Finish(self.lane, seq, outcome))
 
     def _retire(self, request: _Request) -> None:
         if request.state in (RequestState.SENT, RequestState.RECEIVED):

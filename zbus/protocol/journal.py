@@ -107,7 +107,7 @@ class Fate(enum.Enum):
     NEVER_STARTED = "never started"
     BEGAN = "began, no end"
     ENDED = "executed"
-    RAISED = "executed, it raised"
+    RAISED = "executed (it raised)"
     UNTOLD = "not told"
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from zbus import names
 from zbus.errors import ConfigError, RegistryError
+from zbus.protocol.journal import JournalReport
 from zbus.registry.base import MAX_VALUE_BYTES, ROOT_ID_KEY, JunkRecord, Registry
 
 __all__ = [
@@ -193,6 +194,7 @@ class ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
         crash_file: Path of the crash report, or empty.
         stacks: Path of its stack dumps, or empty where none was taken.
         stopped: It had been asked to stop.
+        journal: What its crash journal tells of its calls, or None where there is none.
     """
 
     role: str
@@ -214,6 +216,7 @@ class ExitRecord(msgspec.Struct, frozen=True, kw_only=True):
     crash_file: str = ""
     stacks: str = ""
     stopped: bool = False
+    journal: JournalReport | None = None
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):

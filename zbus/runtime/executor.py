@@ -22,9 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from types import GeneratorType
 from typing import Any, Final, Protocol
 
+from zbus import failpoints
 from zbus.codec import decode, encode
 from zbus.codec.exceptions import describe_exception
 from zbus.engine import EndpointSpec, Engine
+from zbus.protocol.journal import LaneRing, fingerprint
 from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Status, StreamCredit
 from zbus.trace.tracer import get_tracer
 
@@ -90,12 +92,23 @@ class Executor:
         incarnation: Of this worker.
         answers: Where answers go.
         builtins: The bus's own methods by full name (``zbus.ping`` …).
+        rings: Gives the crash journal's ring of a session's lane; None where there is no journal. Any thread.
     """
 
-    def __init__(self, *, name: str, incarnation: int, answers: Answers, builtins: Mapping[str, Builtin]) -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        incarnation: int,
+        answers: Answers,
+        builtins: Mapping[str, Builtin],
+        rings: Callable[[bytes, str], LaneRing] | None = None,
+    ) -> None:
         self.name = name
         self.incarnation = incarnation
         self._answers = answers
+        self._rings = rings
+        self._unkept = LaneRing.unkept()
         self._builtins = dict(builtins)
         self._engine: Engine | None = None
         self._table: dict[str, EndpointSpec] = {}
@@ -199,13 +212,29 @@ class Executor:
         seq = request.seq + index
         key = threading.get_ident()
         self._current[key] = CurrentCall(request.lane, method, seq)
+        ring, trap = self._watched(request)
         try:
             function = self._resolve(request, method)
-            value = function(*args, **kwargs)
-            if type(value) is GeneratorType:
-                return self._stream_sync(request, method, value, started, decoded)
+            if trap is not None:
+                trap("before_exec")
+            ring.begin(seq)
+            try:
+                if trap is not None:
+                    trap("after_start")
+                value = function(*args, **kwargs)
+                if type(value) is GeneratorType:
+                    return self._stream_sync(request, method, value, started, decoded)
+                if trap is not None:
+                    trap("before_end")
+            except BaseException:
+                ring.raised(seq)
+                raise
+            ring.end(seq)
             ended = time.monotonic_ns()
+            if trap is not None:
+                trap("after_exec")
             frames = encode(value, snapshot=True)
+            ring.answered(seq, fingerprint(frames))
         except BaseException as error:  # whatever a method raises is its call's outcome  # noqa: BLE001
             self._fail(request, index, method, error, started, decoded)
             return False
@@ -220,6 +249,7 @@ class Executor:
         key = (request.session, request.lane, request.seq)
         stream = self._streams[key] = _Stream(None)
         number = 0
+        ring, trap = self._watched(request)
         try:
             for item in items:
                 while number >= stream.acked + STREAM_WINDOW:
@@ -228,11 +258,17 @@ class Executor:
                         stream.event.wait(1.0)
                 self._answers.chunk(request, number, encode(item, snapshot=True))
                 number += 1
+            if trap is not None:
+                trap("before_end")
         except BaseException as error:  # as in _run_one  # noqa: BLE001
+            ring.raised(request.seq)
             self._fail(request, 0, method, error, started, decoded, chunks=number, kind=Kind.END)
             return False
         finally:
             del self._streams[key]
+        ring.end(request.seq)
+        if trap is not None:
+            trap("after_exec")
         self._answers.finish(request, 0, Kind.END, Status.OK, encode(None), chunks=number)
         self._record(request, request.seq, method, started, decoded, time.monotonic_ns(), "OK")
         self.done += 1
@@ -276,19 +312,35 @@ class Executor:
         seq = request.seq + index
         call = CurrentCall(request.lane, method, seq)
         self._current[id(call)] = call
+        ring, trap = self._watched(request)
         try:
             function = self._resolve(request, method)
             spec = self._table.get(method)
             if spec is not None and not spec.is_async:
                 loop = asyncio.get_running_loop()
-                value = await loop.run_in_executor(None, lambda: function(*args, **kwargs))
+                value = await loop.run_in_executor(None, self._run_in_pool, request, seq, function, args, kwargs)
             else:
-                value = function(*args, **kwargs)
-                if inspect.isasyncgen(value):
-                    return await self._stream_async(request, method, value, started, decoded)
-                value = await value
+                if trap is not None:
+                    trap("before_exec")
+                ring.begin(seq)
+                try:
+                    if trap is not None:
+                        trap("after_start")
+                    value = function(*args, **kwargs)
+                    if inspect.isasyncgen(value):
+                        return await self._stream_async(request, method, value, started, decoded)
+                    value = await value
+                    if trap is not None:
+                        trap("before_end")
+                except BaseException:
+                    ring.raised(seq)
+                    raise
+                ring.end(seq)
             ended = time.monotonic_ns()
+            if trap is not None:
+                trap("after_exec")
             frames = encode(value, snapshot=True)
+            ring.answered(seq, fingerprint(frames))
         except BaseException as error:  # as in _run_one; a cancel is an outcome too  # noqa: BLE001
             self._fail(request, index, method, error, started, decoded)
             return False
@@ -299,10 +351,29 @@ class Executor:
         self.done += 1
         return True
 
+    def _run_in_pool(self, request: Execute, seq: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a sync endpoint of an async lane; a pool's thread, which goes on when the call is cancelled."""
+        ring, trap = self._watched(request)
+        if trap is not None:
+            trap("before_exec")
+        ring.begin(seq)
+        try:
+            if trap is not None:
+                trap("after_start")
+            value = function(*args, **kwargs)
+            if trap is not None:
+                trap("before_end")
+        except BaseException:
+            ring.raised(seq)
+            raise
+        ring.end(seq)
+        return value
+
     async def _stream_async(self, request: Execute, method: str, items: Any, started: int, decoded: int) -> bool:
         key = (request.session, request.lane, request.seq)
         stream = self._streams[key] = _Stream(self._loop)
         number = 0
+        ring, trap = self._watched(request)
         try:
             async for item in items:
                 while number >= stream.acked + STREAM_WINDOW and stream.loop_event is not None:
@@ -311,11 +382,17 @@ class Executor:
                         await stream.loop_event.wait()
                 self._answers.chunk(request, number, encode(item, snapshot=True))
                 number += 1
+            if trap is not None:
+                trap("before_end")
         except BaseException as error:  # as in _run_one  # noqa: BLE001
+            ring.raised(request.seq)
             self._fail(request, 0, method, error, started, decoded, chunks=number, kind=Kind.END)
             return False
         finally:
             del self._streams[key]
+        ring.end(request.seq)
+        if trap is not None:
+            trap("after_exec")
         self._answers.finish(request, 0, Kind.END, Status.OK, encode(None), chunks=number)
         self._record(request, request.seq, method, started, decoded, time.monotonic_ns(), "OK")
         self.done += 1
@@ -335,6 +412,12 @@ class Executor:
                 self._fail(request, index, "?", error, time.monotonic_ns(), 0)
             return None
         return list(calls)
+
+    def _watched(self, request: Execute) -> tuple[LaneRing, Callable[[str], None] | None]:
+        """Return the journal's ring for a request, and the fail-points if any; ``ctl`` has neither."""
+        if self._rings is None or request.lane == "ctl":
+            return self._unkept, None if request.lane == "ctl" else failpoints.active
+        return self._rings(request.session, request.lane), failpoints.active
 
     def _resolve(self, request: Execute, method: Any) -> Callable[..., Any]:
         lane = request.lane

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from zbus import names
+from zbus import failpoints, names
 from zbus.engine import Engine, Mesh, endpoints_of, lanes_of, table_to_wire
 from zbus.errors import EngineLoadError
 from zbus.ids import WorkerName
@@ -28,6 +28,7 @@ from zbus.registry.file import FileRegistry
 from zbus.registry.records import JobRecord, Records, WorkerRecord
 from zbus.runtime.context import Context
 from zbus.runtime.executor import Executor
+from zbus.runtime.journal import CrashJournal, journal_file
 from zbus.runtime.loader import digest_of, load_engine
 from zbus.runtime.processes import boot_id, start_time
 from zbus.trace import control
@@ -137,8 +138,14 @@ class _Host:
             on_credit=self._credit,
             guest_lanes=None,
         )
+        failpoints.configure(os.environ.get(failpoints.VARIABLE))
+        self.journal = self._open_journal()
         self.executor = Executor(
-            name=str(self.name), incarnation=config.incarnation, answers=self.server, builtins=self._builtins()
+            name=str(self.name),
+            incarnation=config.incarnation,
+            answers=self.server,
+            builtins=self._builtins(),
+            rings=None if self.journal is None else self.journal.ring,
         )
         self._stacks: io.TextIOBase | None = None
         self._stop_lock = threading.Lock()
@@ -202,6 +209,8 @@ class _Host:
             self.server.close()
             self.records.close()
             self.factory.close()
+            if self.journal is not None:
+                self.journal.close()
 
     def stop(self, exit_code: int) -> None:
         """Stop after the current call. Any thread."""
@@ -354,6 +363,16 @@ class _Host:
 
     def _save_tracer(self, step: int | None = None, force: bool = False) -> None:  # wire signature  # noqa: FBT001, FBT002
         control.save_perf_tracer(step, force)
+
+    def _open_journal(self) -> CrashJournal | None:
+        """Open this start's crash journal; without one the worker serves on, and an end leaves its calls unknown."""
+        config = self.config
+        path = journal_file(config.trial_dir, config.role, config.rank, config.start)
+        try:
+            return CrashJournal(path, config.incarnation, is_over=lambda session: not self.server.knows(session))
+        except OSError as error:
+            print(f"zbus: no crash journal {path}: {error.strerror}", file=sys.stderr)  # the worker's log  # noqa: T201
+            return None
 
     def _arm_stack_dumps(self) -> None:
         """SIGUSR2 writes all stacks to ``stacks/<role>.<rank>.<start>.txt`` from a C handler: no GIL needed."""

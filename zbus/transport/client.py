@@ -18,6 +18,7 @@ from zbus.errors import TransportError, Unavailable
 from zbus.ids import Session, WorkerName
 from zbus.protocol.caller import CallerLane, Timing
 from zbus.protocol.frames import FrameError, VersionMismatch
+from zbus.protocol.journal import JournalReport
 from zbus.protocol.liveness import LinkMachine, LinkState
 from zbus.protocol.messages import (
     PROTOCOL_VERSION,
@@ -327,10 +328,18 @@ class Client:
             if peer in self._peers:
                 self._peers.remove(peer)
 
-    def declare_dead(self, peer: Peer, *, reason: str, evidence: str) -> None:
-        """End an incarnation: its exit was seen, or its lease ran out. Every unfinished call gets its outcome."""
+    def declare_dead(self, peer: Peer, *, reason: str, evidence: str, journal: JournalReport | None = None) -> None:
+        """End an incarnation: its exit was seen, or its lease ran out. Every unfinished call gets its outcome.
+
+        Args:
+            peer: Which.
+            reason: Machine-readable cause.
+            evidence: How it was seen, in words.
+            journal: What its crash journal tells, read after its end: each call is settled by it. Without one,
+                whatever was sent is UNKNOWN.
+        """
         with gate, self.reactor.lock:
-            self._settle(peer, reason, evidence)
+            self._settle(peer, reason, evidence, journal)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -482,14 +491,16 @@ class Client:
                 machine.on_connected(0, self.clock.monotonic_ns())
         return lane
 
-    def _settle(self, peer: Peer, reason: str, evidence: str) -> None:
+    def _settle(self, peer: Peer, reason: str, evidence: str, journal: JournalReport | None = None) -> None:
         now = self.clock.monotonic_ns()
         for link in peer.links.values():
             if link.machine.dead(now, reason, evidence):
                 link.channel.clear_outbox()
                 for lane in link.lanes.values():
                     peer.had_calls = peer.had_calls or (bool(lane.sinks) and lane.machine.lane != "ctl")
-                    self.execute(lane, lane.machine.on_dead(reason, evidence))
+                    name = lane.machine.lane
+                    history = None if journal is None or name == "ctl" else journal.lane(self.session, name)
+                    self.execute(lane, lane.machine.on_dead(reason, evidence, history))
         peer.refresh()
 
     def _tick(self, now: int) -> int:

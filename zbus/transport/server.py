@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import msgpack
 
+from zbus import failpoints
 from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.ids import WorkerName
 from zbus.protocol.callee import Callee
@@ -183,6 +184,9 @@ class Server:
             buffers: Encoded value or exception description.
             chunks: For END, how many items the stream had.
         """
+        trap = failpoints.active if request.lane != "ctl" else None
+        if trap is not None:
+            trap("before_reply")
         with gate, self.lock:
             self._do(
                 self.callee.finished(
@@ -191,6 +195,12 @@ class Server:
                 )
             )  # fmt: skip
             self._check_after_send(request.lane)
+        if trap is not None:
+            trap("after_reply")
+
+    def knows(self, session: bytes) -> bool:
+        """Return whether a session's calls may still run or come; once False, that session is over. Any thread."""
+        return self.callee.knows(session)
 
     def chunk(self, request: Execute, number: int, buffers: Buffers) -> None:
         """Send item ``number`` of a stream. Any thread; the caller of this keeps to the credit."""
