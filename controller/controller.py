@@ -23,11 +23,12 @@ from controller.group import DEFAULT_DEADLINE_S, Group
 from controller.members import Members
 from controller.role import Role
 from controller.scheduling.api import AgentExit, Scheduler
+from controller.startup import agent_error, missing_error
 from zbus.clock import SYSTEM_CLOCK
 from zbus.codec import decode, encode
 from zbus.config import Config, RoleConfig, TrialDir
 from zbus.discovery.directory import Directory
-from zbus.errors import ConfigError, StartupError, TrialError, Unavailable, WorkerLost, ZbusError
+from zbus.errors import ConfigError, TrialError, Unavailable, ZbusError
 from zbus.ids import WorkerName, new_session
 from zbus.protocol.messages import Outcome, OutcomeKind
 from zbus.registry.file import FileRegistry
@@ -267,7 +268,7 @@ class Controller:
         closers.callback(self._stop_workers, scheduler, plan.config.scheduler.stop_grace)
         for job in jobs.values():
             scheduler.start(job)
-        self._await_ready(members, scheduler, failures, deadline, plan.startup_timeout)
+        self._await_ready(members, scheduler, failures, records, deadline, plan.startup_timeout)
         directory.launching(active=False)
 
     def _schedule(self, plan: _Plan) -> tuple[Scheduler, list[AgentExit]]:
@@ -301,7 +302,13 @@ class Controller:
         return local, failures
 
     def _await_ready(
-        self, members: Members, scheduler: Scheduler, failures: list[AgentExit], deadline: float, limit_s: float
+        self,
+        members: Members,
+        scheduler: Scheduler,
+        failures: list[AgentExit],
+        records: Records,
+        deadline: float,
+        limit_s: float,
     ) -> None:
         """Wait until every rank is ready; the first failure ends the wait, so does the deadline."""
 
@@ -314,25 +321,17 @@ class Controller:
         error = members.first_error()
         if error is not None:
             raise error
-        missing = members.missing()
-        if not missing:
+        if not members.missing():
             return
         if failures:
-            raise members.gave_up(failures[0].role) or _agent_error(failures[0])
-        lines = {str(member.name): words for member, words in missing}
-        for line in scheduler.missing():
-            name, _, words = line.partition(": ")
-            if name in lines and members.phase_of(name) == "no process has registered":
-                lines[name] = words
-        if members.strangers:
-            lines["ignored"] = ", ".join(sorted(set(members.strangers))) + " (no such rank in this trial)"
-        names = ", ".join(str(member.name) for member, _ in missing)
-        msg = f"{names} not ready within {limit_s:g} s"
-        raise StartupError(
-            msg,
-            hint="look at the logs named above, or raise scheduler.startup_timeout",
-            facts=lines,
-        )
+            raise members.gave_up(failures[0].role) or agent_error(failures[0])
+        raise missing_error(members, scheduler, self.trial, limit_s, self._stacks(members), records.root_id())
+
+    def _stacks(self, members: Members) -> dict[WorkerName, str]:
+        """Ask ranks that answer but are not ready where they are."""
+        peers = [member.peer for member, _ in members.missing() if member.peer is not None]
+        ready = [peer for peer in peers if peer.state is PeerState.READY]
+        return {} if self._client is None else _ask(self._client, ready, "zbus.stacks", (), 0.5)
 
     def _claim(self, records: Records, hub: Hub, runtime: RuntimeDir) -> EpochRecord:
         claimed = records.claim_epoch(
@@ -572,22 +571,6 @@ def _open_hub(plan: _Plan, factory: SocketFactory, runtime: RuntimeDir) -> Hub:
     )
     hub.start()
     return hub
-
-
-def _agent_error(ended: AgentExit) -> Exception:
-    facts = {"log": ended.log}
-    return WorkerLost(
-        f"the agent of {ended.role} {ended.cause()} before its ranks were ready",
-        role=ended.role,
-        host=ended.host,
-        pid=ended.pid,
-        outcome=OutcomeKind.NOT_EXECUTED.value,
-        reason="agent_exit",
-        exit_code_of_worker=ended.exit_code,
-        signal_of_worker=ended.signal,
-        log_tail=ended.log_tail,
-        facts=facts,
-    )
 
 
 def _ask(

@@ -488,7 +488,6 @@ class Members:
             host=None if ended is None else ended.host,
             pid=None if ended is None else ended.pid,
             method="setup",
-            outcome=OutcomeKind.UNKNOWN.value,
             reason=reason,
             exit_code_of_worker=None if ended is None else ended.exit_code,
             signal_of_worker=None if ended is None else ended.signal,
