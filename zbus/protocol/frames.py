@@ -39,6 +39,7 @@ from zbus.protocol.messages import PROTOCOL_VERSION, Buffers, Header, Kind
 
 __all__ = [
     "INLINE_BYTES",
+    "MAX_CALLS",
     "MAX_HEADER_BYTES",
     "FrameError",
     "VersionMismatch",
@@ -54,7 +55,11 @@ MAX_HEADER_BYTES: Final = 512 + INLINE_BYTES
 """A valid header is about 60 to 200 bytes, plus an inline body; anything longer is not ours."""
 
 _FIELDS: Final = 16
+MAX_CALLS: Final = 1 << 20
+"""Largest number of calls in one request."""
+
 _MAX_LANE: Final = 64
+_MAX_SEQ: Final = 1 << 62
 _SESSION_BYTES: Final = 16
 _KINDS: Final = frozenset(int(kind) for kind in Kind)
 _PLAIN: Final = (int, int, bytes, int, int, str, *(int,) * 9, type(None))
@@ -144,6 +149,9 @@ def decode_header(frame: Any) -> tuple[Header, int, int, bytes | None]:
     if epoch | incarnation | seq | calls | attempt | floor | budget | status | trace | frames | size < 0:
         reason = "header_type"
         raise FrameError(reason, "a negative number")
+    if not 0 < calls <= MAX_CALLS or seq > _MAX_SEQ or floor > _MAX_SEQ:  # so that no sum of them leaves 64 bits
+        reason = "header_range"
+        raise FrameError(reason, f"{calls} calls from {seq}")
     if kind not in _KINDS:
         reason = "kind"
         raise FrameError(reason, str(kind)[:32])
@@ -167,13 +175,11 @@ def decode(frames: Sequence[Any]) -> tuple[Header, Sequence[Any]]:
     if len(frames) - 1 != n_frames:
         reason = "frame_count"
         raise FrameError(reason, f"{len(frames) - 1} frames follow, header says {n_frames}")
+    if not n_frames and not size:
+        return header, () if inline is None else (inline,)
     if inline is not None:
-        if n_frames:
-            reason = "frame_count"
-            raise FrameError(reason, "frames follow an inline body")
-        return header, (inline,)
-    if not n_frames:
-        return header, ()
+        reason = "frame_count"
+        raise FrameError(reason, "frames follow an inline body")
     buffers = frames[1:]
     total = 0
     for buffer in buffers:

@@ -30,6 +30,7 @@ LANES = {"main": 1, "ctl": 2, "side": 2}
 """Lanes of a simulated worker, with their concurrency."""
 
 _EXPIRE_EVERY = 20 * MS
+_TAKEOVER = 2 * MS
 _STREAM_WINDOW = 2
 
 
@@ -178,6 +179,14 @@ class SimWorker:
         if world.knobs.slow and world.random() < world.knobs.slow:
             length = length * 10 + 50 * MS
         world.after(length, self._step, running)
+        if length > _TAKEOVER and running.index == 0 and running.request.lane == "main":
+            world.after(_TAKEOVER, self._announce, running)
+
+    def _announce(self, running: _Running) -> None:
+        """As the server, once a call of the main lane turns out to be long."""
+        request = running.request
+        if self.alive and self.running.get((request.session, request.lane, request.seq)) is running:
+            self.do(self.callee.announce("main"))
 
     def _over(self, session: bytes) -> str:
         if session in self.byes:
