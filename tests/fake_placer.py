@@ -62,7 +62,7 @@ class Request:
         self.placed = placed
         self.member = member
         self.payload = payload
-        self.calls = [tuple(call) for call in decode(payload)]
+        self.calls = [(name, tuple(args), kwargs) for name, args, kwargs in decode(payload)]
 
     @property
     def peer(self) -> FakePeer:
