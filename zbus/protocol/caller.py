@@ -655,7 +655,7 @@ class CallerLane:
             elif fate is Fate.UNTOLD:
                 words = f"{self._whereabouts(request)}, and its place in the crash journal was used again"
             else:
-                words = f"{fate.value}, reply lost{items}"
+                words = f"executed, reply lost{items}{' (it raised)' if fate is Fate.RAISED else ''}"
             outcome = Outcome(kind, None, why, f"{evidence}; the call was {words}", request.attempts)
             effects.append(Finish(self.lane, seq, outcome))
 

@@ -20,6 +20,7 @@ from zbus.transport.sockets import MonitorEvent, read_event
 __all__ = ["Channel", "LinkEvents"]
 
 _BURST: Final = 256
+_LAST_BURSTS: Final = 16
 
 
 class LinkEvents(Protocol):
@@ -97,6 +98,11 @@ class Channel:
         """Take what arrived while sending: a send may have swallowed the readiness signal. Call after sends."""
         if self._receiver.more():
             self.on_readable()
+
+    def drain(self) -> None:
+        """Take all that has arrived, for the last time."""
+        for _ in range(_LAST_BURSTS):
+            self.check()
 
     def clear_outbox(self) -> None:
         """Drop parked messages; the protocol sends anew after a reconnect."""

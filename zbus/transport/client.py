@@ -494,6 +494,8 @@ class Client:
     def _settle(self, peer: Peer, reason: str, evidence: str, journal: JournalReport | None = None) -> None:
         now = self.clock.monotonic_ns()
         for link in peer.links.values():
+            if journal is not None and link.machine.state is not LinkState.DEAD:
+                link.channel.drain()  # answers that came before the end count
             if link.machine.dead(now, reason, evidence):
                 link.channel.clear_outbox()
                 for lane in link.lanes.values():
