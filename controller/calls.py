@@ -14,7 +14,7 @@ from controller.dispatch import Arguments, Plan, plan
 from controller.futures import BatchFuture, Stream
 from controller.placement import Order, Placement
 from controller.placer import Placer, Roster, is_ready
-from zbus.codec import encode
+from zbus.codec import encode, encode_call
 from zbus.engine import AnyOne, EndpointSpec
 from zbus.errors import ConfigError
 from zbus.retry import DEFAULT_RETRY, NO_RETRY, RetryPolicy, TokenBucket, duration_s
@@ -242,6 +242,9 @@ class Method(Generic[P, T]):
 def encode_calls(calls: Sequence[Sequence[tuple[str, Arguments]]], *, snapshot: bool) -> list[Any]:
     """Encode each member's calls; members whose arguments are the same objects share one payload."""
     if len(calls) == 1:
+        if len(calls[0]) == 1:
+            name, arguments = calls[0][0]
+            return [encode_call(name, *arguments, snapshot=snapshot)]
         return [encode([[name, *arguments] for name, arguments in calls[0]], snapshot=snapshot)]
     made: dict[tuple[int, ...], Any] = {}
     payloads = []

@@ -573,7 +573,3 @@ class _Answers:
     def chunk(self, request: Execute, number: int, buffers: Buffers) -> None:
         """Take one item of a stream."""
         self._runtime.item(request, self._peer, number, buffers)
-
-    def is_guest(self, request: Execute) -> bool:
-        """Nobody attaches to a bus inside another process."""
-        return False

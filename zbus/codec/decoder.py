@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgpack
 
-from zbus.codec.limits import DEFAULT_LIMITS, Limits
+from zbus.codec.limits import DEFAULT_LIMITS, INLINE_BELOW, Limits
 from zbus.codec.wire import BIGINT, MARK, Kind, Mark
 from zbus.errors import CodecError
 from zbus.protocol.messages import Buffer
@@ -140,6 +140,9 @@ def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT_LIMITS, owned: 
         CodecError: The frames are not exactly one valid value within the limits. Nothing else escapes.
     """
     try:
+        body = frames[0] if len(frames) == 1 else b""
+        if body.__class__ is bytes and 0 < len(body) < INLINE_BELOW and body[0] in _SCALAR_FIRST:
+            return msgpack.unpackb(body)  # a lone number, text or bytes: no hooks to call, nothing to count
         body, buffers = _open(frames, limits)
         state = Decoder(buffers, limits, owned)
         value = msgpack.unpackb(
@@ -167,6 +170,12 @@ def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT_LIMITS, owned: 
         msg = f"nesting is deeper than {limits.depth} levels"
         raise CodecError(msg)
     return value
+
+
+# First bytes of msgpack's numbers, texts, bytes, nil and booleans (not of arrays, maps and extensions).
+_SCALAR_FIRST: Final = frozenset(
+    (*range(0x80), *range(0xA0, 0xC7), *range(0xCA, 0xD4), *range(0xD9, 0xDC), *range(0xE0, 0x100))
+) - {0xC1}
 
 
 def _open(frames: Sequence[Buffer], limits: Limits) -> tuple[bytes, Sequence[Buffer]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import msgpack
@@ -20,10 +20,13 @@ from zbus.codec.wire import BIGINT, Kind, marker
 from zbus.errors import CodecError
 from zbus.protocol.messages import Buffer
 
-__all__ = ["PREPARE", "SCALARS", "Encoder", "Prepare", "encode"]
+__all__ = ["PLAIN", "PREPARE", "SCALARS", "Encoder", "Prepare", "encode", "encode_call"]
 
 SCALARS: Final = frozenset({type(None), bool, int, float, str})
 """What msgpack carries exactly (integers beyond 64 bits through its hook)."""
+
+PLAIN: Final = frozenset({*SCALARS, bytes})
+"""Types of which a short value is carried by msgpack alone."""
 
 _SHORT: Final = 8
 """Below this length one loop is quicker than a look at all types first."""
@@ -100,6 +103,13 @@ def encode(value: Any, *, limits: Limits = DEFAULT_LIMITS, snapshot: bool = Fals
     Raises:
         CodecError: A part of it cannot be carried exactly or exceeds a limit; ``path`` names that part.
     """
+    if value.__class__ in PLAIN:  # most results; nothing in it to mark, to copy or to count
+        try:
+            body = _pack(value)
+        except UnicodeEncodeError as error:
+            raise CodecError(f"cannot be encoded: {error}") from error  # noqa: EM102, TRY003  # as below
+        if len(body) < INLINE_BELOW:
+            return [body]
     state = Encoder(limits, snapshot)
     try:
         body = _pack(state.prepare(value))
@@ -111,6 +121,23 @@ def encode(value: Any, *, limits: Limits = DEFAULT_LIMITS, snapshot: bool = Fals
         msg = f"{len(body):,} bytes of plain data; the limit is {limits.body_bytes:,}"
         raise CodecError(msg, hint="send numbers as a numpy array or a torch tensor, or in several calls")
     return [body, *state.buffers]
+
+
+def encode_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, snapshot: bool = False) -> list[Buffer]:
+    """Return the body of a request with one call: ``encode([[name, list(args), kwargs]])``, but cheaper for plain ones.
+
+    Raises:
+        CodecError: As ``encode``.
+    """
+    calls = [[name, list(args), kwargs if kwargs.__class__ is dict else dict(kwargs)]]
+    if PLAIN.issuperset(map(type, args)) and PLAIN.issuperset(map(type, kwargs.values())):
+        try:
+            body = _pack(calls)
+        except UnicodeEncodeError:
+            body = b""
+        if 0 < len(body) < INLINE_BELOW:
+            return [body]
+    return encode(calls, snapshot=snapshot)
 
 
 # -- packing -------------------------------------------------------------------------------------------------------

@@ -192,11 +192,6 @@ class Callee:
         state = self._sessions.get(session)
         return {} if state is None else {name: lane.arrival_next for name, lane in state.lanes.items()}
 
-    def is_guest(self, session: bytes) -> bool:
-        """Return whether a session is a guest's (epoch 0)."""
-        state = self._sessions.get(session)
-        return state is None or state.epoch == 0
-
     def knows(self, session: bytes) -> bool:
         """Return whether something of a session runs or may still come."""
         return session in self._sessions
@@ -455,7 +450,7 @@ class Callee:
                 Execute(
                     session_id, lane.name, run.seq, run.calls, run.buffers,
                     None if run.deadline_ns == _NEVER else run.deadline_ns,
-                    run.trace, run.strict, run.attempt, run.arrived_ns,
+                    run.trace, run.strict, run.attempt, run.arrived_ns, session.epoch,
                 )
             )  # fmt: skip
             run.buffers = ()

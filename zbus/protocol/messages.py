@@ -159,6 +159,7 @@ class Execute(NamedTuple):
         strict: True if a failed call makes its successors in this request NOT_EXECUTED.
         attempt: Transmission number of the request that was admitted.
         arrived_ns: When it was admitted (callee's monotonic clock).
+        epoch: Epoch of the caller; 0 for a guest.
     """
 
     session: bytes
@@ -171,6 +172,7 @@ class Execute(NamedTuple):
     strict: bool
     attempt: int
     arrived_ns: int
+    epoch: int = 1
 
 
 class CancelRunning(NamedTuple):

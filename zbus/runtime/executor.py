@@ -49,9 +49,6 @@ class Answers(Protocol):
     def chunk(self, request: Execute, number: int, buffers: Buffers) -> None:
         """Send one item of a stream."""
 
-    def is_guest(self, request: Execute) -> bool:
-        """Return whether a request is a guest's."""
-
 
 class CurrentCall:
     """The call that a lane runs now, for status and death reports."""
@@ -112,6 +109,7 @@ class Executor:
         self._builtins = dict(builtins)
         self._engine: Engine | None = None
         self._table: dict[str, EndpointSpec] = {}
+        self._functions: dict[str, Callable[..., Any]] = {}
         self._async_lanes: frozenset[str] = frozenset()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pools: dict[str, ThreadPoolExecutor] = {"ctl": ThreadPoolExecutor(4, "zbus-ctl")}
@@ -130,6 +128,7 @@ class Executor:
         if self._async_lanes and self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._run_loop, name="zbus-async", daemon=True).start()
+        self._functions = {name: getattr(engine, name) for name in table}
         self._engine = engine
 
     def remove(self) -> Engine | None:
@@ -426,18 +425,17 @@ class Executor:
             raise TypeError(msg)
         if method.startswith("zbus."):
             builtin = self._builtins.get(f"{lane}:{method}")
-            if builtin is None or (lane != "ctl" and self._answers.is_guest(request)):
+            if builtin is None or (lane != "ctl" and request.epoch == 0):
                 msg = f"{self.name} has no method {method!r} on lane {lane!r}"
                 raise AttributeError(msg)
             return builtin
         spec = self._table.get(method)
         if spec is None or spec.lane != lane:
             raise AttributeError(self._missing(method, spec, lane))
-        if spec.effect != "pure" and self._answers.is_guest(request):
+        if spec.effect != "pure" and request.epoch == 0:
             msg = f"endpoint {method!r} of {self.name} is declared {spec.effect!r}; a guest may only make pure calls"
             raise PermissionError(msg)
-        function: Callable[..., Any] = getattr(self._engine, method)
-        return function
+        return self._functions[method]
 
     def _missing(self, method: str, spec: EndpointSpec | None, lane: str) -> str:
         if spec is not None:

@@ -224,11 +224,6 @@ class Server:
         with self.lock:
             return self.callee.running
 
-    def is_guest(self, request: Execute) -> bool:
-        """Return whether a request is a guest's, who may only make ``pure`` calls."""
-        with self.lock:
-            return self.callee.is_guest(request.session)
-
     def parked(self) -> int:
         """Number of answers that wait for their peer."""
         with self.lock:
