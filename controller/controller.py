@@ -239,7 +239,7 @@ class Controller:
         closers.callback(records.close)
         runtime = RuntimeDir.create(self.trial.path)
         closers.callback(runtime.remove)
-        limits = check_limits(sum(role.world_size for role in plan.roles.values()) + 16)
+        limits = check_limits(sum(role.world_size for role in plan.roles.values()))
         factory = SocketFactory(max_sockets=limits.max_sockets)
         closers.callback(factory.close)
         hub = _open_hub(plan, factory, runtime)

@@ -93,8 +93,10 @@ PROFILES: Final[dict[Purpose, Profile]] = {
 # stands for the moment a lost connection is made anew.
 _SOCKETS_PER_PEER: Final = 2 * 3
 _DESCRIPTORS_PER_PEER: Final = 2 * 5
-_OWN_SOCKETS: Final = 64
-_OWN_DESCRIPTORS: Final = 128
+# A controller asks its agents to stop, and may have a few connections to replaced incarnations that are not closed yet.
+_OTHER_PEERS: Final = 16
+_OWN_SOCKETS: Final = 64 + _OTHER_PEERS * _SOCKETS_PER_PEER
+_OWN_DESCRIPTORS: Final = 128 + _OTHER_PEERS * _DESCRIPTORS_PER_PEER
 
 
 @dataclass(frozen=True, slots=True)
