@@ -45,6 +45,7 @@ RankMain = Callable[[RankSpec], int]
 _MESSAGE_BYTES: Final = 4 * 1024 * 1024
 _MAX_FDS: Final = 250
 _BASE_MODULES: Final = ("zbus.runtime.host",)
+_SPARE_MODULES: Final = ("asyncio",)  # of use to ranks only, so loaded while the agent looks for its controller
 _RESET: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1)
 
 
@@ -183,6 +184,7 @@ def _template_process(channel: socket.socket, parent: int, name: str, rank_main:
 
 
 def _serve(channel: socket.socket, rank_main: RankMain | None) -> None:
+    _import_all(_SPARE_MODULES)
     first, _ = _receive(channel)
     if first is None:
         return

@@ -10,7 +10,6 @@ worker lives on.
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import inspect
 import sys
@@ -20,7 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import GeneratorType
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from zbus import failpoints
 from zbus.codec import decode, encode
@@ -29,6 +28,9 @@ from zbus.engine import EndpointSpec, Engine
 from zbus.protocol.journal import LaneRing, fingerprint
 from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Status, StreamCredit
 from zbus.trace.tracer import get_tracer
+
+if TYPE_CHECKING:  # an agent starts with this module, runs nothing async, and importing it takes a sixth of its start
+    import asyncio
 
 __all__ = ["STREAM_WINDOW", "Answers", "Builtin", "CurrentCall", "Executor"]
 
@@ -71,7 +73,11 @@ class _Stream:
         self.acked = 0
         self.loop = loop
         self.event = threading.Event()
-        self.loop_event = asyncio.Event() if loop is not None else None
+        self.loop_event: asyncio.Event | None = None
+        if loop is not None:
+            import asyncio
+
+            self.loop_event = asyncio.Event()
 
     def grant(self, acked: int) -> None:
         self.acked = acked
@@ -126,6 +132,8 @@ class Executor:
         self._table = dict(table)
         self._async_lanes = frozenset(spec.lane for spec in table.values() if spec.is_async)
         if self._async_lanes and self._loop is None:
+            import asyncio
+
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._run_loop, name="zbus-async", daemon=True).start()
         self._functions = {name: getattr(engine, name) for name in table}
@@ -222,6 +230,7 @@ class Executor:
                     trap("after_start")
                 value = function(*args, **kwargs)
                 if type(value) is GeneratorType:
+                    _check_alone(request, method)
                     return self._stream_sync(request, method, value, started, decoded)
                 if trap is not None:
                     trap("before_end")
@@ -278,6 +287,8 @@ class Executor:
     def _run_loop(self) -> None:
         loop = self._loop
         if loop is not None:
+            import asyncio
+
             asyncio.set_event_loop(loop)
             loop.run_forever()
 
@@ -316,6 +327,8 @@ class Executor:
             function = self._resolve(request, method)
             spec = self._table.get(method)
             if spec is not None and not spec.is_async:
+                import asyncio
+
                 loop = asyncio.get_running_loop()
                 value = await loop.run_in_executor(None, self._run_in_pool, request, seq, function, args, kwargs)
             else:
@@ -327,6 +340,7 @@ class Executor:
                         trap("after_start")
                     value = function(*args, **kwargs)
                     if inspect.isasyncgen(value):
+                        _check_alone(request, method)
                         return await self._stream_async(request, method, value, started, decoded)
                     value = await value
                     if trap is not None:
@@ -478,3 +492,9 @@ class Executor:
                 request.session, self.name, self.incarnation, request.lane, seq, request.attempt, method,
                 request.arrived_ns, started, decoded, ended, time.monotonic_ns(), outcome,
             )  # fmt: skip
+
+
+def _check_alone(request: Execute, method: str) -> None:
+    if request.calls > 1:
+        msg = f"{method!r} gave a generator: a stream cannot be one call of several in a batch"
+        raise TypeError(msg)
