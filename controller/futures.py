@@ -27,6 +27,9 @@ __all__ = ["BatchFuture", "RankOutcome", "RankResult", "Stream", "wait_future_or
 
 T = TypeVar("T")
 
+_CAUSE_S = 1.0
+"""How much longer the cause is waited for while all that has failed looks like the echo of it."""
+
 
 class RankResult(NamedTuple):
     """One rank's answer as it comes: its value, or its error in the value's place."""
@@ -96,9 +99,10 @@ class BatchFuture(Generic[T]):
         Raises:
             RemoteError: The engine raised (also an instance of the original builtin class); only if one rank was
                 called. NotExecuted, CallTimeout, WorkerLost, OutcomeUnknown, CallCancelled likewise.
-            BatchError: One or more of several ranks failed; the good results are kept. All ranks are waited for, but
-                after the loss of a worker only a moment: the others may wait for it in a collective. ``late`` says
-                how far each of those is, and what they had not started is cancelled.
+            BatchError: One or more of several ranks failed; the good results are kept. After the first failure the
+                others are waited for only a moment: they may wait for the failed rank in a collective. ``late`` says
+                how far each of those is; ``outcomes`` tells later how they ended. After the loss of a worker, what
+                the others had not started is cancelled.
             CallTimeout: ``timeout`` ran out (it is also a ``TimeoutError``); names who is late and how far each is.
         """
         self._wait(timeout)
@@ -226,10 +230,10 @@ class BatchFuture(Generic[T]):
     async def wait_async(self) -> None:
         """Wait on the running loop until there is an answer or an error; cancelling it cancels the call."""
         await self._until(self._decided)
-        if not self.done():
+        for enough, patience_s in self._patience():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._placement.patience_s()):
-                    await self._placement.wait_async(self.done)
+                async with asyncio.timeout(patience_s):
+                    await self._until(enough)
 
     async def _answer_async(self) -> T:
         await self.wait_async()
@@ -245,13 +249,35 @@ class BatchFuture(Generic[T]):
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _decided(self) -> bool:
-        return self.done() or self._placement.lost()
+        return self.done() or self._placement.failed(self._call)
 
     def _wait(self, timeout: float | None) -> None:
+        until = None if timeout is None else time.monotonic() + timeout
         if not self._placement.wait(self._decided, timeout):
             raise self._timeout(timeout)
+        for enough, patience_s in self._patience():
+            remaining = patience_s if until is None else until - time.monotonic()
+            if not self._placement.wait(enough, min(patience_s, remaining)) and remaining < patience_s:
+                raise self._timeout(timeout)
+
+    def _patience(self) -> Iterator[tuple[Callable[[], bool], float]]:
+        """Yield what to wait for, and how long, once a call has failed on some rank; nothing if all have answered."""
+        if self.done():
+            return
+        placement, call = self._placement, self._call
+        yield self.done, placement.patience_s(call)
+        if self.done() or not self._only_echoes():
+            return
+        known = len(placement.slots.failures(call))
+        yield (lambda: placement.lost() or len(placement.slots.failures(call)) > known), _CAUSE_S
         if not self.done():
-            self._placement.wait(self.done, self._placement.patience_s())
+            yield self.done, placement.patience_s(call)
+
+    def _only_echoes(self) -> bool:
+        """Tell whether all that failed so far looks like the consequence of another rank's failure, not heard yet."""
+        placement = self._placement
+        failures = placement.slots.failures(self._call)
+        return not placement.lost() and all(is_echo(placement.error(f.member, f.call, f.outcome)) for f in failures)
 
     def _timeout(self, timeout: float | None) -> CallTimeout:
         order = self._placement.order
@@ -287,13 +313,14 @@ class BatchFuture(Generic[T]):
             return self._answer[0]
 
     def _given_up(self) -> Exception:
-        """Make the error of a call that lost a worker while others have not answered; those not started are cancelled.
+        """Make the error of a call that failed while others have not answered. Made anew each time: they may yet.
 
-        It is made anew each time: the others may answer yet.
+        After the loss of a worker, what the others have not started is cancelled.
         """
         placement = self._placement
         late = placement.late(self._call)
-        placement.cancel()
+        if placement.lost():
+            placement.cancel()
         failures = placement.slots.failures(self._call) or placement.slots.failures()
         return self._failure(failures, late)
 
@@ -307,6 +334,8 @@ class BatchFuture(Generic[T]):
 
     def _failure(self, failures: Sequence[Failure], late: Mapping[int, str] | None = None) -> Exception:
         order = self._placement.order
+        if self._placement.refused is not None:
+            return self._placement.refused
         made = {one.member: self._placement.error(one.member, one.call, one.outcome) for one in failures}
         if len(order.ranks) == 1:
             return made[failures[0].member]

@@ -338,6 +338,8 @@ class Members:
                 method="setup",
                 attempts=outcome.attempts,
             )
+            if isinstance(member.error, TypeError) and "__init__() " in str(member.error):
+                member.error.hint = f"compare roles.{member.name.role}.args and .kwargs with the class's __init__"
             member.to(Phase.FAILED)
         elif outcome.reason == "deadline":
             member.error = StartupError(

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from controller.background import shared
 from controller.outcomes import Origin, error_of, unavailable
-from controller.placer import Placed, Placer, Roster, is_dead, is_ready, loop_driver, wake, whereabouts
+from controller.placer import Placed, Placer, Roster, is_dead, is_ready, is_suspect, loop_driver, wake, whereabouts
 from zbus.engine import Effect
 from zbus.errors import CallError, Unavailable
 from zbus.protocol.batch import BatchSlots
@@ -26,10 +26,16 @@ __all__ = ["Order", "Placement"]
 _PATIENCE_S: Final = 30.0
 """How long a call that may wait waits for a member to become ready."""
 
+_VERDICT_S: Final = 3.0
+"""How long a call waits to learn whether a worker whose connection was lost is dead or comes back."""
+
 _LOOK_AGAIN_S: Final = 0.05
 
 _ECHO_S: Final = 0.3
 """How long the other ranks of a call have to answer after a worker was lost, before the caller hears of it."""
+
+_SETTLE_S: Final = 0.5
+"""The same after a rank's engine raised."""
 _CREDIT_STEP: Final = 8
 _GONE: Final = ("worker_exit", "lease", "fenced", "disconnected")
 
@@ -94,7 +100,9 @@ class Placement:
         self._executions = 1
         self._last: Outcome | None = None  # what the execution before a pause ended with
         self._consumed = 0
+        self.refused: Unavailable | None = None  # why nothing was sent to anyone, after waiting
         self._lost_at: float | None = None
+        self._failed_at: dict[int, float] = {}
         tracer = get_tracer()
         self._tracer = tracer if tracer.rpc else None
         self._sent_ns = 0
@@ -171,6 +179,8 @@ class Placement:
                 return
             if outcome.kind is OutcomeKind.UNKNOWN and outcome.reason in _GONE and self._lost_at is None:
                 self._lost_at = time.monotonic()
+            elif outcome.kind is OutcomeKind.APP_ERROR:
+                self._failed_at.setdefault(call, time.monotonic())
             watchers = tuple(self._watchers)
         released = self.order.released
         if released is not None and call == len(self.order.methods) - 1:
@@ -248,13 +258,23 @@ class Placement:
         return not is_dead(current) or order.roster.will_return(current)
 
     def _may_wait(self) -> bool:
+        """Tell whether a call that was not sent waits: ranks come back by policy, or what became of one is not clear.
+
+        Waiting runs nothing twice, so it needs no leave to retry.
+        """
         order = self.order
-        if order.retry is None or order.retry.attempts < 2:
-            return False
-        if time.monotonic() - self._began > min(_PATIENCE_S, order.deadline_s or _PATIENCE_S):
+        waited_s = time.monotonic() - self._began
+        if waited_s > (order.deadline_s or _PATIENCE_S):
             return False
         everyone = order.roster.peers()
-        return all(not is_dead(everyone[rank]) or order.roster.will_return(everyone[rank]) for rank in order.ranks)
+        absent = [everyone[rank] for rank in order.ranks if not is_ready(everyone[rank])]
+        if any(is_dead(peer) and not order.roster.will_return(peer) for peer in absent):
+            return False
+        if all(order.roster.will_return(peer) for peer in absent):
+            return True
+        if all(is_suspect(peer) or order.roster.will_return(peer) for peer in absent):
+            return waited_s < _VERDICT_S
+        return order.retry is not None and order.retry.attempts > 1 and waited_s < _PATIENCE_S
 
     def _again(self) -> None:
         """Place once more. On the background thread."""
@@ -271,13 +291,19 @@ class Placement:
             order.ranks[0] = order.choose()
         try:
             self._place()
-        except Unavailable:
+        except Unavailable as error:
             if self._may_wait():
                 shared().call(self._again, _LOOK_AGAIN_S)
             else:
-                self._settle_all(last)
+                self._give_up(last, error)
         except Exception as error:  # noqa: BLE001  # the bus was closed meanwhile: the caller must hear of it
             self._settle_all(Outcome(last.kind, reason=last.reason, evidence=f"{last.evidence}; then {error}"))
+
+    def _give_up(self, last: Outcome, error: Unavailable) -> None:
+        """End a call that waited in vain. Not under a lock: the error reads the worker's facts."""
+        if last.reason == "not_ready":
+            self.refused = self._refusal(error)
+        self._settle_all(last)
 
     def _settle_all(self, outcome: Outcome) -> None:
         for call in range(len(self.order.methods)):
@@ -343,9 +369,15 @@ class Placement:
         """Tell whether a worker was lost with one of the calls: the others may wait for it for ever."""
         return self._lost_at is not None
 
-    def patience_s(self) -> float:
-        """Return how many seconds the others still have to answer after a worker was lost."""
-        return 0.0 if self._lost_at is None else max(0.0, self._lost_at + _ECHO_S - time.monotonic())
+    def failed(self, call: int) -> bool:
+        """Tell whether a call has failed on some rank, whatever the others do."""
+        return self._lost_at is not None or call in self._failed_at
+
+    def patience_s(self, call: int) -> float:
+        """Return how many seconds the others still have to answer a call after it failed on some rank."""
+        ends = [self._lost_at + _ECHO_S] if self._lost_at is not None else []
+        ends += [self._failed_at[call] + _SETTLE_S] if call in self._failed_at else []
+        return max(0.0, min(ends) - time.monotonic()) if ends else 0.0
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

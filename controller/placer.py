@@ -21,6 +21,7 @@ __all__ = [
     "WorkerFacts",
     "is_dead",
     "is_ready",
+    "is_suspect",
     "loop_driver",
     "wake",
     "whereabouts",
@@ -68,6 +69,11 @@ def is_ready(peer: Peer) -> bool:
 def is_dead(peer: Peer) -> bool:
     """Tell whether a peer is known to be gone."""
     return bool(peer.state.name == "DEAD")
+
+
+def is_suspect(peer: Peer) -> bool:
+    """Tell whether it is open what became of a peer: its connection was lost."""
+    return bool(peer.state.name == "SUSPECT")
 
 
 class Placer(Protocol):

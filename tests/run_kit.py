@@ -1,4 +1,4 @@
-"""``zbus-controller run`` as a real process for fault tests: start it, wait for its stations, see that nothing is left."""
+"""``zbus-controller run`` as a real process for fault tests: start it, wait for its stations, see what is left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["DRIVERS", "Done", "RunKit", "Running", "normal", "run_kit"]
 
 DRIVERS = Path(__file__).parent / "faults" / "drivers"
 COMMAND = [sys.executable, "-m", "controller.cli", "run"]
-WORKER = [sys.executable, "-m", "workers.cli"]
+WORKER = [sys.executable, "-m", "workers"]
 
 
 @dataclass

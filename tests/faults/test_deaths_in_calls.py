@@ -100,7 +100,7 @@ def test_a_segfault_shows_the_interpreters_own_report(kit: RunKit) -> None:
     ],
 )
 def test_what_an_engine_raises_is_an_error_of_the_call_and_no_death(kit: RunKit, how: str, words: list[str]) -> None:
-    """Exceptions, SystemExit, and one whose repr raises: type, text, the user's frame; exit 1; the ranks end in order."""
+    """Exceptions, SystemExit, and one whose repr raises: type, text, frame; exit 1; ranks end in order."""
     done = kit.run(*settled_call(how))
     assert done.code == 1, done.err
     for word in ("error[ZB0401]", "actor/1", "fault_engines.py", *words):
@@ -142,7 +142,7 @@ def _alive(pid: int) -> bool:
 
 
 def test_a_death_outside_any_call_is_told_by_the_next_one(kit: RunKit) -> None:
-    """A rank dies while the driver does something else: a warning at once; the next call says who, how, and runs nowhere."""
+    """A rank dies while the driver does something else: a warning at once; the next call says who and how."""
     go = kit.directory / "go"
     running = kit.start(f"target={kit_driver('idle')}", f"params.go={go}")
     running.wait_err("ready")

@@ -33,7 +33,7 @@ def driver(function: str) -> str:
 
 @pytest.mark.parametrize("peers", ["sleep", "hang"])
 def test_everything_follows_a_killed_controller(kit: RunKit, peers: str) -> None:
-    """kill -9 of the command: agents, templates and workers are gone within 2 s, also in a call that never ends."""
+    """Kill -9 of the command: agents, templates and workers are gone within 2 s, also in a call that never ends."""
     running = kit.start("params.how=sleep", f"params.peers={peers}")
     kit.wait_log("step: ")
     assert len(kit.processes()) >= 4
@@ -64,7 +64,7 @@ def test_the_next_launch_sweeps_what_a_killed_controller_left(kit: RunKit) -> No
 
 
 def test_a_killed_agent_takes_its_ranks_along_and_is_named(kit: RunKit) -> None:
-    """kill -9 of the agent in a call: its ranks end, the call fails within 2 s and the block says what is known."""
+    """Kill -9 of the agent in a call: its ranks end, the call fails within 2 s and the block says what is known."""
     running = kit.start("params.how=sleep", "params.peers=sleep")
     kit.wait_log("step: ")
     (agent,) = kit.records().agents("actor")
@@ -154,7 +154,7 @@ def test_sigterm_in_a_call_ends_in_order(kit: RunKit) -> None:
 
 
 def test_an_interrupt_of_the_whole_terminal_is_still_the_controllers(kit: RunKit) -> None:
-    """Ctrl-C reaches every process of a terminal: ranks and agents leave it to the controller, so the end is orderly."""
+    """Ctrl-C reaches every process of a terminal: ranks and agents leave it to the controller."""
     running = _in_call(kit)
     for line in kit.processes():
         pid = int(line.split()[0])

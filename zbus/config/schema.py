@@ -26,7 +26,8 @@ __all__ = [
 DURATION: Final = "duration"
 SIZE: Final = "size"
 
-Duration = Annotated[float, Meta(ge=0, extra={"unit": DURATION})]
+Duration = Annotated[float, Meta(ge=0, le=1e8, extra={"unit": DURATION})]
+Limit = Annotated[float, Meta(gt=0, le=1e8, extra={"unit": DURATION})]
 """Seconds."""
 Size = Annotated[int, Meta(ge=0, extra={"unit": SIZE})]
 """Bytes."""
@@ -99,7 +100,7 @@ class SchedulerConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=T
     """
 
     type: Literal["inline", "local", "external"] = "local"
-    startup_timeout: Duration = 60.0
+    startup_timeout: Limit = 60.0
     stop_grace: Duration = 3.0
     gpus: list[int] | None = None
     transport: Literal["ipc", "tcp"] = "ipc"
@@ -115,9 +116,9 @@ class RpcConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         create_timeout: How long one engine creation may take.
     """
 
-    timeout: Duration = 1800.0
-    lease: Duration = 15.0
-    create_timeout: Duration = 600.0
+    timeout: Limit = 1800.0
+    lease: Limit = 15.0
+    create_timeout: Limit = 600.0
 
 
 class TraceConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -139,7 +139,7 @@ def test_engine_creation_gives_up_after_its_attempts():
     with pytest.raises(zbus.NotExecuted):
         create_engine_with_retry(group, attempts=2, backoff=0.001)
     assert len(placer.placed) == 2
-    roster.members[0].state = type(roster.members[0].state).SUSPECT
+    roster.members[0].state = type(roster.members[0].state).CONNECTING
     with pytest.raises(Unavailable):
         create_engine_with_retry(group, attempts=2, backoff=0.001)
 

@@ -156,6 +156,42 @@ def test_a_failure_waits_for_the_whole_batch():
         future.result(timeout=0)
 
 
+def test_a_failure_is_told_while_the_other_ranks_go_on():
+    """After the first error the others get a moment, then the caller hears of it; they are not cancelled."""
+    group, placer, _ = make_group(Actor, 3)
+    future = group.train.submit()
+    placer.requests[1].answer(raised(ValueError("root")))
+    placer.requests[2].answer(ok("c"))
+    began = time.monotonic()
+    with pytest.raises(BatchError) as caught:
+        future.result()
+    assert 0.4 < time.monotonic() - began < 5
+    assert isinstance(caught.value.root, ValueError)
+    assert caught.value.results == {2: "c"}
+    assert caught.value.late == {0: "running"}
+    told = "actor/2 finished this call; actor/0 still running it; nothing was re-run"
+    assert caught.value.root.facts["peers"] == told
+    assert placer.cancelled == []
+    assert not future.done()
+    placer.requests[0].answer(ok("a"))
+    with pytest.raises(BatchError) as settled:
+        future.result()
+    assert (settled.value.results, settled.value.late) == ({0: "a", 2: "c"}, {})
+
+
+def test_an_echo_is_not_told_before_its_cause():
+    """A peer's collective broke because rank 1 died: its error waits for the news of the death and is collateral."""
+    group, placer, _ = make_group(Actor, 3)
+    future = group.train.submit()
+    placer.requests[0].answer(raised(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:9")))
+    threading.Timer(0.7, lambda: placer.requests[1].answer(lost())).start()
+    with pytest.raises(BatchError) as caught:
+        future.result()
+    assert isinstance(caught.value.root, WorkerLost)
+    assert [error.rank for error in caught.value.exceptions] == [1, 0]
+    assert caught.value.late == {2: "running"}
+
+
 def test_the_loss_of_a_worker_is_told_while_its_peers_hang():
     """Peers that wait for the dead rank in a collective are not waited for: the error says how far each is."""
     group, placer, roster = make_group(Actor, 3)
@@ -389,10 +425,43 @@ def test_cancel_asks_the_bus_and_the_outcome_decides():
 def test_nothing_is_placed_when_a_member_is_not_ready():
     """Unavailable is raised at once for a call that may not wait."""
     group, placer, roster = make_group(Actor, 2)
-    roster.members[1].state = FakeState.SUSPECT
-    with pytest.raises(Unavailable, match="actor/1 is suspect"):
+    roster.members[1].state = FakeState.CONNECTING
+    with pytest.raises(Unavailable, match="actor/1 is connecting"):
         group.train()
     assert placer.placed == []
+
+
+def test_a_call_waits_for_the_verdict_on_a_lost_connection():
+    """A member whose connection was lost is dead or comes back: the call is placed then, or the death is told."""
+    group, placer, roster = make_group(Actor, 2)
+    placer.auto = lambda request: request.answer(ok(request.member))
+    roster.members[1].state = FakeState.SUSPECT
+    future = group.train.submit()
+    assert placer.placed == []
+    roster.members[1].state = FakeState.READY
+    assert future.result(10) == [0, 1]
+    roster.members[1].state = FakeState.SUSPECT
+    future = group.train.submit()
+    roster.members[1].state = FakeState.DEAD
+    roster.members[1].evidence = "killed by SIGKILL"
+    with pytest.raises(Unavailable, match="actor/1 died, so `train` was sent to no rank") as caught:
+        future.result(10)
+    assert caught.value.facts["evidence"] == "killed by SIGKILL"
+    assert [known.outcome for known in future.outcomes()] == ["NOT_EXECUTED", "NOT_EXECUTED"]
+    assert len(placer.placed) == 1
+
+
+def test_a_call_to_a_rank_that_comes_back_by_policy_waits_for_it():
+    """Nothing was sent, so waiting is no retry: also a `once` call waits for the next start."""
+    group, placer, roster = make_group(Actor, 2)
+    placer.auto = lambda request: request.answer(ok(request.member))
+    roster.will_return = lambda peer: True
+    roster.members[1].state = FakeState.DEAD
+    future = group.train.submit()
+    with pytest.raises(WaitTimeout):
+        future.result(timeout=0.1)
+    roster.members[1].state = FakeState.READY
+    assert future.result(10) == [0, 1]
 
 
 # -- asyncio ---------------------------------------------------------------------------------------------------------
