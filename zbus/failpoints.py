@@ -72,38 +72,39 @@ def configure(text: str | None) -> None:
         ConfigError: The text is not of that form, or names an unknown point or action.
     """
     global active  # noqa: PLW0603  # one process, one set of fail-points
-    table: dict[str, list[_Trap]] = {}
+    points: dict[str, _Point] = {}
     for part in (text or "").split(","):
         if part.strip():
-            name, trap = _parse(part.strip())
-            table.setdefault(name, []).append(trap)
+            name, at, action = _parse(part.strip())
+            points.setdefault(name, _Point(name)).traps.append((at, action))
 
     def passed(name: str) -> None:
-        for trap in table.get(name, ()):
-            trap.passed()
+        point = points.get(name)
+        if point is not None:
+            point.passed()
 
-    active = passed if table else None
+    active = passed if points else None
 
 
-class _Trap:
-    """One action at one point."""
+class _Point:
+    """One place, its actions and how often it was passed."""
 
-    def __init__(self, name: str, action: Callable[[str], None], at: int | None) -> None:
+    def __init__(self, name: str) -> None:
+        self.traps: list[tuple[int | None, Callable[[str], None]]] = []
         self._name = name
-        self._action = action
-        self._at = at
-        self._passes = itertools.count(1)
+        self._passes = itertools.count(1)  # next() of it is atomic: several threads may pass
 
     def passed(self) -> None:
         number = next(self._passes)
-        if self._at is None or number == self._at:
-            self._action(self._name)
+        for at, action in self.traps:
+            if at is None or number == at:
+                action(self._name)
 
 
-def _parse(part: str) -> tuple[str, _Trap]:
+def _parse(part: str) -> tuple[str, int | None, Callable[[str], None]]:
     name, _, rest = part.partition("=")
-    action, _, count = rest.partition("@")
-    word, _, value = action.partition(":")
+    wanted, _, count = rest.partition("@")
+    word, _, value = wanted.partition(":")
     try:
         if name not in POINTS:
             msg = f"there is no fail-point {name!r}"
@@ -112,7 +113,7 @@ def _parse(part: str) -> tuple[str, _Trap]:
         if at is not None and at < 1:
             msg = "passes are counted from 1"
             raise ValueError(msg)
-        return name, _Trap(name, _action(word, value), at)
+        return name, at, _action(word, value)
     except ValueError as error:
         msg = f"{VARIABLE}: {part!r} is not a fail-point: {error}"
         hint = f"write point=action@n; points: {', '.join(sorted(POINTS))}; actions: {', '.join(ACTIONS)}"

@@ -122,6 +122,7 @@ class Executor:
         self._tasks: dict[tuple[bytes, str, int], asyncio.Task[None]] = {}
         self._streams: dict[tuple[bytes, str, int], _Stream] = {}
         self._current: dict[int, CurrentCall] = {}
+        self._recent: deque[tuple[int, str, bytes, str]] = deque(maxlen=512)
         self.done = 0
         self.failed = 0
 
@@ -149,6 +150,10 @@ class Executor:
     def engine(self) -> Engine | None:
         """The engine served now."""
         return self._engine
+
+    def method_of(self, session: bytes, lane: str, seq: int) -> str:
+        """Return the method of a call that ran here lately, or an empty text."""
+        return next((c[3] for c in reversed(self._recent) if c[0] == seq and c[1] == lane and c[2] == session), "")
 
     def current_calls(self) -> list[dict[str, Any]]:
         """Return what runs now: method, lane, seq, age in seconds; oldest first."""

@@ -51,6 +51,7 @@ class CrashJournal:
         self.path = path
         self.unkept = 0
         self._is_over = is_over
+        self._nowhere = LaneRing.unkept()
         self._lock = threading.Lock()
         self._rings: dict[tuple[bytes, str], LaneRing] = {}
         self._owners: list[tuple[bytes, str] | None] = [None] * journal.BLOCKS
@@ -94,7 +95,7 @@ class CrashJournal:
             if number is None or ring is None:
                 self._words[journal.COMPLETE_WORD] = 0  # before any call of it begins
                 self.unkept += 1
-                ring = LaneRing.unkept()
+                ring = self._nowhere
             else:
                 self._owners[number] = key
             self._rings[key] = ring

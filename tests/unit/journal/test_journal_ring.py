@@ -65,6 +65,7 @@ class Life:
 
 
 def told(marks: list[int]) -> LaneHistory:
+    """Return the history that these marks tell."""
     return history(SESSION, "main", marks)
 
 
