@@ -20,8 +20,20 @@ from zbus.protocol.messages import (
 )
 
 __all__ = [
-    "BODY", "EPOCH", "INCARNATION", "MS", "PEER", "SESSION", "TIMING", "ask", "callee", "caller", "reply", "said", "words",
-]  # fmt: skip
+    "BODY",
+    "EPOCH",
+    "INCARNATION",
+    "MS",
+    "PEER",
+    "SESSION",
+    "TIMING",
+    "ask",
+    "callee",
+    "caller",
+    "reply",
+    "said",
+    "words",
+]
 
 MS = 1_000_000
 SESSION = b"session-16-bytes"

@@ -8,6 +8,7 @@ ERROR = Outcome(OutcomeKind.APP_ERROR)
 
 
 def unknown(reason: str) -> Outcome:
+    """Return an outcome of which nothing is known."""
     return Outcome(OutcomeKind.UNKNOWN, None, reason, "evidence")
 
 

@@ -9,6 +9,7 @@ OTHER = b"another-session!"
 
 
 def hello(machine, *, session=SESSION, epoch=EPOCH, incarnation=INCARNATION):
+    """Say HELLO; return the answer and the words of the effects."""
     status, effects = machine.hello(Header(Kind.HELLO, session, epoch, incarnation, "main"), 0)
     machine.validate()
     return status, words(effects)

@@ -7,18 +7,21 @@ NEVER = 1 << 62
 
 
 def place(lane, calls=1, *, deadline=None, now=0, size=4, **options):
+    """Place a request; return its seq and the words of the effects."""
     seq, effects = lane.place(BODY, calls, size, deadline, now, **options)
     lane.validate()
     return seq, words(effects)
 
 
 def hear(lane, kind, seq, status=Status.NONE, *, now=0, body=(), **fields):
+    """Let the lane hear a word of the callee; return the words of the effects."""
     effects = lane.receive(reply(kind, seq, status, **fields), body, now)
     lane.validate()
     return words(effects)
 
 
 def timer(lane, now):
+    """Let time pass; return the words of the effects."""
     effects = lane.on_timer(now)
     lane.validate()
     return words(effects)
@@ -179,7 +182,7 @@ def test_a_request_known_to_have_arrived_is_asked_about_seldom():
 
 
 def test_a_gap_has_everything_behind_it_sent_again_once():
-    """What the worker has not seen goes again with the next attempt number, though every later message tells the gap."""
+    """What the worker has not seen goes again with the next attempt number, however often the gap is told."""
     lane = caller()
     for _ in range(3):
         place(lane)

@@ -7,6 +7,7 @@ NEVER = 1 << 62
 
 
 def ready() -> LinkMachine:
+    """Return a link that has its WELCOME."""
     link = LinkMachine(0, hello_every_ns=100 * MS)
     link.link_up(MS)
     link.hello_sent(MS)

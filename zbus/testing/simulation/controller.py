@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from zbus.protocol.caller import CallerLane
+from zbus.protocol.journal import JournalReport
 from zbus.protocol.liveness import LinkMachine, LinkState
 from zbus.protocol.messages import Buffers, Chunk, Effect, Finish, Header, Kind, SendTo, Status
 from zbus.testing.simulation.ledger import Call, broken
@@ -217,13 +218,15 @@ class SimController:
         if self._ready_to_act(self.consumed, lane, seq, upto):
             self.run(lane, lane.machine.consumed(seq, upto))
 
-    def declare_dead(self, peer: SimPeer, reason: str, evidence: str) -> None:
+    def declare_dead(self, peer: SimPeer, reason: str, evidence: str, journal: JournalReport | None = None) -> None:
         """Settle a peer, as the client does."""
         now = self.world.now
         for link in peer.links.values():
             if link.machine.dead(now, reason, evidence):
                 for lane in link.lanes.values():
-                    self.run(lane, lane.machine.on_dead(reason, evidence))
+                    name = lane.machine.lane
+                    history = None if journal is None or name == "ctl" else journal.lane(self.session, name)
+                    self.run(lane, lane.machine.on_dead(reason, evidence, history))
         peer.refresh()
 
     def close(self) -> None:
@@ -235,13 +238,14 @@ class SimController:
             self.declare_dead(peer, "shutdown", "this controller closed")
         self.alive = False
 
-    def observe_end(self, incarnation: int, reason: str) -> None:
+    def observe_end(self, incarnation: int, reason: str, journal: JournalReport | None = None) -> None:
         """Learn from the registry that an incarnation is over."""
-        if not self._ready_to_act(self.observe_end, incarnation, reason):
+        if not self._ready_to_act(self.observe_end, incarnation, reason, journal):
             return
         for peer in self.peers:
             if peer.incarnation == incarnation:
-                self.declare_dead(peer, reason, "its exit record" if reason == "worker_exit" else "its lease ran out")
+                evidence = "its exit record" if reason == "worker_exit" else "its lease ran out"
+                self.declare_dead(peer, reason, evidence, journal)
 
     def discover(self, worker: SimWorker) -> None:
         """Learn of a new incarnation from the registry."""

@@ -56,6 +56,7 @@ class Knobs:
         slow: Share of calls that run ten times longer.
         same_address: A new incarnation answers at the address of the old one.
         wire: Messages pass through their bytes.
+        journal: Workers keep a crash journal, which is read after their death.
     """
 
     workers: int
@@ -93,6 +94,7 @@ class Knobs:
     slow: float
     same_address: bool
     wire: bool
+    journal: bool
 
     @property
     def faultless(self) -> bool:
@@ -171,4 +173,5 @@ def draw(rng: Random, size: str = "small") -> Knobs:
         slow=rate(0.3),
         same_address=r() < 0.5,
         wire=r() < 0.1,
+        journal=r() < 0.5,
     )

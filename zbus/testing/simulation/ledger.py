@@ -66,11 +66,17 @@ class Call:
 
 
 class Ledger:
-    """Every call of one run. Each method raises ``Violation`` on the first broken promise."""
+    """Every call of one run. Each method raises ``Violation`` on the first broken promise.
 
-    __slots__ = ("_last_started", "calls", "covered", "open")
+    Args:
+        covered: Counters to add to.
+        exact: Whether crash journals tell of each call whether it started.
+    """
 
-    def __init__(self, covered: dict[object, int]) -> None:
+    __slots__ = ("_last_started", "calls", "covered", "exact", "open")
+
+    def __init__(self, covered: dict[object, int], *, exact: bool) -> None:
+        self.exact = exact
         self.calls: dict[tuple[int, bytes, str, int], Call] = {}
         self.open = 0
         self.covered = covered
@@ -168,6 +174,8 @@ class Ledger:
         elif kind is OutcomeKind.UNKNOWN:
             if outcome.reason not in _CAUSES or not outcome.evidence:
                 broken("I6", f"{call!r} is told UNKNOWN ({outcome.reason!r}, {outcome.evidence!r})")
+            if outcome.reason == "worker_exit" and self.exact and not call.started and call.key[2] != "ctl":
+                broken("I6", f"{call!r} is told UNKNOWN ({outcome.evidence}); the journal knows that it never started")
             if outcome.reason == "deadline" and (call.deadline is None or now < call.deadline):
                 broken("I6", f"{call!r} is told UNKNOWN(deadline) before its deadline")
         else:

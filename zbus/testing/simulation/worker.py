@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from zbus.protocol.callee import Callee
+from zbus.protocol.journal import RING, JournalReport, LaneRing, history
 from zbus.protocol.messages import (
     Buffers,
     CancelRunning,
@@ -64,6 +65,7 @@ class SimWorker:
         "crash_in",
         "highest_epoch",
         "incarnation",
+        "marks",
         "paused_until",
         "running",
         "slot",
@@ -83,6 +85,7 @@ class SimWorker:
         self.highest_epoch = 0
         self.running: dict[tuple[bytes, str, int], _Running] = {}
         self.byes: set[bytes] = set()
+        self.marks: dict[tuple[bytes, str], list[int]] = {}
         self._expire_armed = False
 
     def __repr__(self) -> str:
@@ -103,6 +106,19 @@ class SimWorker:
             if header.budget_ms and self.callee.queued and not self._expire_armed:
                 self._expire_armed = True
                 self.world.after(_EXPIRE_EVERY, self._expire)
+
+    def journal_report(self) -> JournalReport | None:
+        """Return what the crash journal tells, as the agent reads it after the death."""
+        if not self.world.knobs.journal:
+            return None
+        lanes = [history(session, lane, marks) for (session, lane), marks in self.marks.items()]
+        return JournalReport(complete=True, lanes=lanes)
+
+    def _ring(self, request: Execute) -> LaneRing:
+        marks = self.marks.get((request.session, request.lane))
+        if marks is None:
+            marks = self.marks[request.session, request.lane] = [0] * RING
+        return LaneRing(marks, marks)
 
     def drain(self) -> None:
         """As the server: start nothing more."""
@@ -172,6 +188,8 @@ class SimWorker:
         )
         if world.story is not None:
             world.tell(f"{self} starts {call!r}")
+        if world.knobs.journal:
+            self._ring(running.request).begin(call.key[3])
         if call.stream:
             running.items = int(world.random() * 6)
             running.sent = 0
@@ -222,6 +240,9 @@ class SimWorker:
         result = b"%s=%d" % (call.token, call.index)
         call.said = running.sent
         world.ledger.end(call, kind, result)
+        if world.knobs.journal:
+            ring = self._ring(running.request)
+            (ring.raised if failed else ring.end)(call.key[3])
         if world.story is not None:
             world.tell(f"{self} ends {call!r} with {kind.value}")
         status = Status.APP_ERROR if failed else Status.OK

@@ -65,7 +65,7 @@ class World:
         self.knobs = draw(self.rng, size) if knobs is None else knobs
         self.covered = covered
         self.story = story
-        self.ledger = Ledger(covered)
+        self.ledger = Ledger(covered, exact=self.knobs.journal)
         self.network = Network(self)
         self.timing = _TIMING
         self.hello_every = _HELLO_EVERY
@@ -264,8 +264,9 @@ class World:
         for connection in list(self.network.by_peer.values()):
             if connection.worker is worker and connection.alive:
                 self._cut(connection.link, "the connection was lost")
+        report = worker.journal_report()
         for controller in self.controllers:
-            self.after(int(self.random() * 80 * MS), controller.observe_end, worker.incarnation, "worker_exit")
+            self.after(int(self.random() * 80 * MS), controller.observe_end, worker.incarnation, "worker_exit", report)
         if self._slots[worker.slot] is worker:
             self.after(int(self.random() * 50 * MS), self._replace_once, worker)
 
