@@ -151,8 +151,8 @@ def not_executed_of_sent_calls(patch):
     """A dead worker makes every open call NOT_EXECUTED."""
 
     @wrap(patch, CallerLane, "on_dead")
-    def on_dead(original, self, reason, evidence):
-        effects = original(self, reason, evidence)
+    def on_dead(original, self, reason, evidence, history):
+        effects = original(self, reason, evidence, history)
         outcome = Outcome(OutcomeKind.NOT_EXECUTED, None, reason, evidence)
         return [Finish(e.lane, e.seq, outcome) if type(e) is Finish else e for e in effects]
 

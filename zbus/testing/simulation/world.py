@@ -15,7 +15,7 @@ import msgpack
 
 from zbus.protocol.caller import Timing
 from zbus.protocol.liveness import LinkState
-from zbus.protocol.messages import Buffers
+from zbus.protocol.messages import Buffers, OutcomeKind
 from zbus.testing.simulation.controller import SimController, SimLink
 from zbus.testing.simulation.knobs import MS, Knobs, draw
 from zbus.testing.simulation.ledger import Ledger, broken
@@ -191,6 +191,14 @@ class World:
         return ""
 
     def _check_calm(self) -> None:
+        """Check that a run without faults had nothing to recover from."""
+        for call in self.ledger.calls.values():
+            if (
+                call.outcome is not None
+                and call.outcome.kind is OutcomeKind.UNKNOWN
+                and call.outcome.reason != "shutdown"
+            ):
+                broken("I10", f"{call!r} is told {call.outcome} in a calm run")
         for controller in self.controllers:
             for peer in controller.peers:
                 for link in peer.links.values():
