@@ -70,6 +70,7 @@ class Channel:
         self.refused: dict[str, int] = {}
         self.unroutable = 0
         self._closed = False
+        self._unchecked = False  # something was sent since the end of the reactor's last round
         reactor.register(self._fd, self.on_readable)
         if monitor is not None:
             self._monitor_fd = int(monitor.getsockopt(zmq.FD))
@@ -84,6 +85,9 @@ class Channel:
         frames = encode(header, buffers)
         if peer is not None:
             frames.insert(0, peer)
+        if not self._unchecked:
+            self._unchecked = True
+            self._reactor.check_later(self._check_sent)
         if self._outbox:
             self._outbox.append(frames)
             self._flush()
@@ -95,9 +99,17 @@ class Channel:
             self.unroutable += 1
 
     def check(self) -> None:
-        """Take what arrived while sending: a send may have swallowed the readiness signal. Call after sends."""
+        """Take what arrived while sending: a send may have swallowed the readiness signal.
+
+        Call after sends; only those inside a round of this channel's own reactor are followed by a check anyway.
+        """
         if self._receiver.more():
             self.on_readable()
+
+    def _check_sent(self) -> None:
+        self._unchecked = False
+        if not self._closed:
+            self.check()
 
     def drain(self) -> None:
         """Take all that has arrived, for the last time."""

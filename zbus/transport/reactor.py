@@ -68,6 +68,7 @@ class Reactor:
         self._thread_leads = False
         self._last_led = 0.0
         self._again: list[int] = []
+        self._to_check: list[Callable[[], None]] = []
         self._loops: dict[asyncio.AbstractEventLoop, int] = {}
         self._closed = False
 
@@ -113,6 +114,10 @@ class Reactor:
         """Call back ``fd`` in the next round: its burst was cut, and its descriptor may be silent. Under the lock."""
         self._again.append(fd)
         self.wake()
+
+    def check_later(self, check: Callable[[], None]) -> None:
+        """Call ``check`` at the end of this round or of the next: something was sent. Under the lock."""
+        self._to_check.append(check)
 
     # -- driving -------------------------------------------------------------------------------------------------
 
@@ -200,6 +205,10 @@ class Reactor:
             now = self.clock.monotonic_ns()
             if now >= self._next_due:
                 self.tick(now)
+            while self._to_check:
+                checks, self._to_check = self._to_check, []
+                for check in checks:
+                    check()
         if self._followers:
             self._tell_followers()
 

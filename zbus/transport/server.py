@@ -21,7 +21,7 @@ import msgpack
 from zbus import failpoints
 from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.ids import WorkerName
-from zbus.protocol.callee import Callee
+from zbus.protocol.callee import Callee, Orphan
 from zbus.protocol.frames import FrameError
 from zbus.protocol.messages import (
     PROTOCOL_VERSION,
@@ -107,6 +107,8 @@ class Server:
         self._stopping = False
         self._closing = False
         self._thread: threading.Thread | None = None
+        self._runner = 0  # the thread in ``run``
+        self._checking = False
         self._bus.add_ticker(self._tick)
         self.heard_ns = 0
 
@@ -148,6 +150,7 @@ class Server:
         """
         ready = self._ready
         main = self._main
+        self._runner = threading.get_ident()
         while not self._stopping:
             while ready:
                 request = ready.popleft()
@@ -217,6 +220,17 @@ class Server:
         """Start nothing more; queued requests end as not executed."""
         with gate, self.lock:
             self._do(self.callee.drain())
+            self._check_all()
+
+    def orphans(self) -> list[Orphan]:
+        """Return what superseded controllers left here; see ``protocol.callee.Orphan``."""
+        with gate, self.lock:
+            return self.callee.orphans()
+
+    def adopt(self, session: bytes, lane: str, seq: int) -> Orphan | None:
+        """Hand over one ended orphan and forget it."""
+        with gate, self.lock:
+            return self.callee.adopt(session, lane, seq)
 
     @property
     def running(self) -> int:
@@ -309,6 +323,7 @@ class Server:
         channel = self._channels.get("main")
         if self._takeover and channel is not None:
             channel.on_readable()
+            channel.check()
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -322,6 +337,7 @@ class Server:
         elif kind == Kind.BYE:
             if link == "ctl" or "ctl" not in self._channels:
                 self._do(self.callee.bye(header.session))
+                self._check_other(link)
         else:
             self._link_of_lane[header.lane] = link
             self._do(self.callee.receive(header, buffers, peer, now))
@@ -353,6 +369,7 @@ class Server:
             "t": now,
         }
         channel.send(header._replace(kind=Kind.WELCOME, incarnation=self.incarnation), (msgpack.packb(welcome),), peer)
+        self._check_other(link)
 
     def _on_bad(self, link: str, error: FrameError, peer: bytes) -> None:
         """Tell a peer of another version so; it cannot know otherwise."""
@@ -369,7 +386,7 @@ class Server:
             elif type(effect) is Execute:
                 if effect.lane == "main":
                     self._ready.append(effect)
-                    if self._busy_since is None and threading.current_thread() is self._thread:
+                    if self._busy_since is None and threading.get_ident() != self._runner:
                         self._main.wake()
                 else:
                     self._dispatch(effect)
@@ -384,8 +401,25 @@ class Server:
         if channel is not None:
             channel.check()
 
+    def _check_all(self) -> None:
+        for channel in list(self._channels.values()):
+            channel.check()
+
+    def _check_other(self, link: str) -> None:
+        """Check the sockets that another reactor reads: a message on ``link`` may have had answers for them."""
+        if self._checking:  # what is read there has answers here in turn, and here it goes on reading anyway
+            return
+        self._checking = True
+        try:
+            for name, channel in list(self._channels.items()):
+                if name != link:
+                    channel.check()
+        finally:
+            self._checking = False
+
     def _tick(self, now: int) -> int:
         effects = self.callee.expire(now)
         if effects:
             self._do(effects)
+            self._check_all()
         return now + _EXPIRE_EVERY_NS if self.callee.queued else _NEVER
