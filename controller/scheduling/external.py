@@ -48,11 +48,26 @@ class ExternalScheduler:
                 raise ConfigError(msg, hint="give the second one another name")
             self._jobs[job.role] = job
 
-    def instructions(self, role: str) -> str:
-        """Return the line that starts all ranks of a role on one host."""
-        job = self._job(role)
-        line = ["zbus-worker", "start", "--role", role, "--nproc", str(job.replicas), "--trial-dir", str(self.trial)]
+    def instructions(self, role: str, count: int | None = None) -> str:
+        """Return the line that starts ranks of a role on one host: ``count`` that are free, or all of them."""
+        number = self._job(role).replicas if count is None else count
+        line = ["zbus-worker", "start", "--role", role, "--nproc", str(number), "--trial-dir", str(self.trial)]
         return shlex.join(line)
+
+    def reminder(self) -> list[str]:
+        """Say who is still missing, and the lines that start those whom nobody has started; empty when all are there.
+
+        Raises:
+            RegistryError: The registry cannot be read.
+        """
+        lines = self.missing()
+        absent: dict[str, int] = {}
+        for line in lines:
+            name, _, words = line.partition(": ")
+            if words == _ABSENT:
+                role = name.rpartition("/")[0]
+                absent[role] = absent.get(role, 0) + 1
+        return [*lines, *(f"start with: {self.instructions(role, count)}" for role, count in absent.items())]
 
     def poll(self) -> list[AgentExit]:
         """Return agents that took back their record since the last poll. How they ended is not known here."""
