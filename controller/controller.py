@@ -13,17 +13,20 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Self
+
+from msgspec import structs
 
 from controller.context import current_run
 from controller.group import DEFAULT_DEADLINE_S, Group
 from controller.members import Members
 from controller.role import Role
-from controller.scheduling.api import AgentExit, Scheduler
+from controller.scheduling.api import AgentExit, Job, Scheduler
 from controller.startup import agent_error, missing_error
+from controller.takeover import OrphanResult, arguments_of, refuse_living, with_arguments
 from zbus.clock import SYSTEM_CLOCK
 from zbus.codec import decode, encode
 from zbus.config import Config, RoleConfig, TrialDir
@@ -33,7 +36,7 @@ from zbus.ids import WorkerName, new_session
 from zbus.protocol.messages import Outcome, OutcomeKind
 from zbus.registry.file import FileRegistry
 from zbus.registry.lease import LeaseRenewer
-from zbus.registry.records import EpochRecord, Records
+from zbus.registry.records import EpochRecord, JobRecord, Records
 from zbus.runtime.processes import boot_id, start_time
 from zbus.trace import control
 from zbus.trace.config import TraceConfig
@@ -51,6 +54,9 @@ log = logging.getLogger("zbus.controller")
 
 _STOP_ACK_S: Final = 2.0
 _GUEST_S: Final = 5.0
+
+Entry = tuple[JobRecord, Sequence[Any], Mapping[str, Any]]
+"""A role's job with the engine's arguments."""
 
 
 class Controller:
@@ -154,6 +160,46 @@ class Controller:
             raise
         return self
 
+    @classmethod
+    def takeover(
+        cls, trial: TrialDir | str | os.PathLike[str], *, config: Config | None = None, timeout: float = 30.0
+    ) -> Controller:
+        """Claim the next epoch of a trial whose controller is gone, and adopt its running workers.
+
+        Workers outlive their controller where their role says ``orphans="wait"``. From the moment a worker accepts the
+        new epoch, nothing of the old session starts there any more: what was queued is cancelled, what runs may end,
+        and its result waits in ``orphans()``.
+
+        Args:
+            trial: The trial directory.
+            config: Timeouts and tracing; defaults where not given.
+            timeout: Seconds to reach every rank.
+
+        Raises:
+            TrialError: Its controller is alive, or no controller has run in it.
+            StartupError: Ranks cannot be reached.
+        """
+        opened = trial if isinstance(trial, TrialDir) else TrialDir.open(trial)
+        opened.lock()
+        self = cls(opened, 0)
+        try:
+            self._take_over(config or Config(), timeout)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def orphans(self) -> list[OrphanResult]:
+        """Return what earlier controllers of this trial left on the workers: calls that ran, or still run.
+
+        An ended one can be adopted once, by ``result()``.
+        """
+        found: list[OrphanResult] = []
+        for role in self.roles:
+            for name, listed in self._ask(role, "zbus.orphans").items():
+                found += [OrphanResult(name, entry, self._adopt) for entry in listed]
+        return found
+
     # -- using it ------------------------------------------------------------------------------------------------
 
     def group(self, role: str) -> Group:
@@ -231,45 +277,86 @@ class Controller:
 
     def _launch(self, plan: _Plan) -> None:
         deadline = time.monotonic() + plan.startup_timeout
-        closers = self._closers
-        self._deadline_s = plan.config.rpc.timeout
         if not plan.keeps_lock:
-            closers.callback(self.trial.unlock)
+            self._closers.callback(self.trial.unlock)
+        jobs = {name: role.to_job(name, plan.config.trace.level) for name, role in plan.roles.items()}
+        records = self._open_records()
+
+        def entries(epoch: int) -> dict[str, Entry]:
+            return {
+                name: (with_arguments(jobs[name].to_record(epoch), role.args, role.kwargs), role.args, role.kwargs)
+                for name, role in plan.roles.items()
+            }
+
+        world = sum(role.world_size for role in plan.roles.values())
+        members, directory = self._open_bus(plan.config, records, world, entries)
+        scheduler, failures = self._schedule(plan)
+        self._closers.callback(self._stop_workers, scheduler, plan.config.scheduler.stop_grace)
+        for job in jobs.values():
+            scheduler.start(job)
+        self._await_ready(members, scheduler, failures, records, deadline, plan.startup_timeout)
+        directory.launching(active=False)
+
+    def _take_over(self, config: Config, timeout: float) -> None:
+        from controller.scheduling.external import ExternalScheduler
+
+        deadline = time.monotonic() + timeout
+        self._closers.callback(self.trial.unlock)
+        records = self._open_records()
+        holder = records.current_epoch()
+        jobs = [job for job in records.jobs() if holder is not None and job.epoch == holder.epoch]
+        if holder is None or not jobs:
+            msg = f"no controller has run in {self.trial.name} yet"
+            raise TrialError(msg, hint="start one with Controller.launch")
+        refuse_living(records, holder)
+
+        def entries(epoch: int) -> dict[str, Entry]:
+            return {job.role: (structs.replace(job, epoch=epoch), *arguments_of(job)) for job in jobs}
+
+        members, directory = self._open_bus(config, records, sum(job.world_size for job in jobs), entries)
+        scheduler = ExternalScheduler(self.trial, ask_stop=self._ask_agents)
+        self._closers.callback(scheduler.close)
+        self._closers.callback(self._stop_workers, scheduler, config.scheduler.stop_grace)
+        for job in jobs:
+            scheduler.start(Job(role=job.role, replicas=job.world_size, engine=job.engine))
+        self._await_ready(members, scheduler, [], records, deadline, timeout)
+        directory.launching(active=False)
+
+    def _open_records(self) -> Records:
         records = Records(FileRegistry(self.trial.registry))
-        closers.callback(records.close)
+        self._closers.callback(records.close)
+        return records
+
+    def _open_bus(
+        self, config: Config, records: Records, world: int, entries: Callable[[int], dict[str, Entry]]
+    ) -> tuple[Members, Directory]:
+        """Make sockets and hub, claim the epoch, and begin to watch who is there; ``world`` counts all ranks."""
+        closers = self._closers
+        self._deadline_s = config.rpc.timeout
         runtime = RuntimeDir.create(self.trial.path)
         closers.callback(runtime.remove)
-        limits = check_limits(sum(role.world_size for role in plan.roles.values()))
-        factory = SocketFactory(max_sockets=limits.max_sockets)
+        factory = SocketFactory(max_sockets=check_limits(world).max_sockets)
         closers.callback(factory.close)
-        hub = _open_hub(plan, factory, runtime)
+        hub = _open_hub(config, factory, runtime)
         closers.callback(hub.stop)
         epoch = self._claim(records, hub, runtime)
-        closers.callback(_Lease(records, epoch, plan.config.rpc.lease).stop)
-        self._trace(plan.config, epoch)
+        closers.callback(_Lease(records, epoch, config.rpc.lease).stop)
+        self._trace(config, epoch)
         session = bytes.fromhex(epoch.session)
         client = self._client = Client(session=session, epoch=epoch.epoch, factory=factory)  # type: ignore[arg-type]  # a NewType of bytes
         closers.callback(client.close)
-        jobs = {name: role.to_job(name, plan.config.trace.level) for name, role in plan.roles.items()}
-        entries = {
-            name: (jobs[name].to_record(epoch.epoch), role.args, role.kwargs) for name, role in plan.roles.items()
-        }
-        members = self._members = Members(client, records, entries, create_timeout_s=plan.config.rpc.create_timeout)
+        made = entries(epoch.epoch)
+        members = self._members = Members(client, records, made, create_timeout_s=config.rpc.create_timeout)
         closers.callback(members.close)
         directory = Directory(
             records, factory=factory, hub=(hub.pub_endpoints, hub.sub_endpoints), on_event=members.on_event
         ).start()
         closers.callback(directory.close)
         directory.launching(active=True)
-        for record, _, _ in entries.values():
+        for record, _, _ in made.values():
             records.publish_job(record)
-        scheduler, failures = self._schedule(plan)
         self._placer, self._rosters = client, members.roles
-        closers.callback(self._stop_workers, scheduler, plan.config.scheduler.stop_grace)
-        for job in jobs.values():
-            scheduler.start(job)
-        self._await_ready(members, scheduler, failures, records, deadline, plan.startup_timeout)
-        directory.launching(active=False)
+        return members, directory
 
     def _schedule(self, plan: _Plan) -> tuple[Scheduler, list[AgentExit]]:
         failures: list[AgentExit] = []
@@ -422,6 +509,13 @@ class Controller:
         ready = [peer for peer in self._rosters[role].peers() if peer.state is PeerState.READY]
         return _ask(client, ready, method, args, timeout)
 
+    def _adopt(self, name: WorkerName, session: bytes, lane: str, seq: int) -> Any:
+        client = self._client
+        if client is None:
+            return None
+        peer = self._rosters[name.role].peers()[name.rank]
+        return _ask(client, [peer], "zbus.adopt", (session, lane, seq), _STOP_ACK_S).get(name)
+
     def _ask_agents(self, role: str, grace_s: float) -> bool:
         """Ask the agents of a role to stop; True if all acknowledged."""
         client = self._client
@@ -561,9 +655,9 @@ def _config_roles(roles: Mapping[str, RoleConfig]) -> dict[str, Role]:
     return found
 
 
-def _open_hub(plan: _Plan, factory: SocketFactory, runtime: RuntimeDir) -> Hub:
-    transport = "both" if plan.config.scheduler.transport == "tcp" else "ipc"
-    host = plan.config.scheduler.bind
+def _open_hub(config: Config, factory: SocketFactory, runtime: RuntimeDir) -> Hub:
+    transport = "both" if config.scheduler.transport == "tcp" else "ipc"
+    host = config.scheduler.bind
     hub = Hub(
         factory,
         pub=bind_endpoints(transport, "hub-pub", runtime_dir=runtime, host=host),  # type: ignore[arg-type]  # a Literal

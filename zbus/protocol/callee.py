@@ -28,7 +28,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 from zbus.protocol.messages import (
     Buffers,
@@ -42,12 +42,15 @@ from zbus.protocol.messages import (
     StreamCredit,
 )
 
-__all__ = ["Callee", "RunState"]
+__all__ = ["Callee", "Orphan", "RunState"]
 
 _MS: Final = 1_000_000
 _NEVER: Final = 1 << 62
 _MAX_LANES: Final = 256
 """Lanes of one session beyond which undeclared ones are refused without being remembered."""
+_MAX_ORPHANS: Final = 256
+"""Ended requests of superseded controllers kept for the successor; beyond it the oldest go, counted."""
+
 _MAX_ENDED: Final = 4096
 """Sessions that are over and still remembered: a copy of a message outlives its session by seconds, not by these."""
 
@@ -129,12 +132,36 @@ class _Lane:
 class _SessionState:
     """One caller's session."""
 
-    __slots__ = ("epoch", "lanes", "retired")
+    __slots__ = ("epoch", "lanes", "retired", "superseded")
 
     def __init__(self, epoch: int) -> None:
         self.epoch = epoch
         self.lanes: dict[str, _Lane] = {}
         self.retired = False  # superseded by a higher epoch, or said BYE: starts nothing any more
+        self.superseded = False  # by a higher epoch: what it ran is kept for the successor
+
+
+class Orphan(NamedTuple):
+    """What is left of a request whose controller was superseded: a successor may list and adopt it.
+
+    Attributes:
+        session, epoch: Whose it was.
+        lane, seq: Which request.
+        calls: Calls in it.
+        replies: The words that would have gone to the caller, in call order; fewer than ``calls`` while it runs.
+    """
+
+    session: bytes
+    epoch: int
+    lane: str
+    seq: int
+    calls: int
+    replies: tuple[tuple[Header, Buffers], ...]
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return len(self.replies) < self.calls
 
 
 class Callee:
@@ -152,6 +179,7 @@ class Callee:
         "_guest_lanes",
         "_incarnation",
         "_lane_spec",
+        "_orphans",
         "_sessions",
         "draining",
         "dropped",
@@ -171,6 +199,7 @@ class Callee:
         self._lane_spec = dict(lanes)
         self._guest_lanes = None if guest_lanes is None else frozenset(guest_lanes)
         self._sessions: dict[bytes, _SessionState] = {}
+        self._orphans: dict[tuple[bytes, str, int], Orphan] = {}  # ended, oldest first, at most _MAX_ORPHANS
         self._ended: dict[bytes, None] = {}  # the last sessions that are over, oldest first
         self.window = window_calls
         self.max_epoch = 0
@@ -191,6 +220,23 @@ class Callee:
         """Return, for WELCOME, the next expected seq of each lane this session has used."""
         state = self._sessions.get(session)
         return {} if state is None else {name: lane.arrival_next for name, lane in state.lanes.items()}
+
+    def orphans(self) -> list[Orphan]:
+        """Return what superseded controllers left: requests that ran (or run) and whose outcome they may not have."""
+        running = [
+            Orphan(session_id, session.epoch, lane.name, run.seq, run.calls, tuple(run.replies))
+            for session_id, session in self._sessions.items()
+            if session.superseded
+            for lane in session.lanes.values()
+            if lane.name != "ctl"
+            for run in lane.runs.values()
+            if run.state is RunState.RUNNING
+        ]
+        return [*self._orphans.values(), *running]
+
+    def adopt(self, session: bytes, lane: str, seq: int) -> Orphan | None:
+        """Hand over one ended orphan and forget it; None where there is none (any more, or yet)."""
+        return self._orphans.pop((session, lane, seq), None)
 
     def knows(self, session: bytes) -> bool:
         """Return whether something of a session runs or may still come."""
@@ -259,6 +305,8 @@ class Callee:
             run.buffers = ()
             lane.running -= 1
             if session.retired:
+                if session.superseded and lane.name != "ctl":
+                    self._add_orphan(session_id, session, lane, run)
                 del lane.runs[run.seq]
                 self._forget_if_idle(session_id, session)
             elif run.seq + run.calls <= lane.floor:
@@ -310,6 +358,8 @@ class Callee:
             self.max_epoch = header.epoch
             for session_id, session in self._sessions.items():
                 if session.epoch and session.epoch < header.epoch and not session.retired:
+                    session.superseded = True
+                    self._keep_orphans(session_id, session)
                     self._retire(session_id, session, effects)
             for session_id, session in list(self._sessions.items()):
                 if session.retired:
@@ -525,6 +575,22 @@ class Callee:
         for lane in session.lanes.values():
             lane.runs = {seq: run for seq, run in lane.runs.items() if run.state is RunState.RUNNING}
 
+    def _keep_orphans(self, session_id: bytes, session: _SessionState) -> None:
+        for lane in session.lanes.values():
+            if lane.name == "ctl":
+                continue
+            for run in lane.runs.values():
+                if run.state is RunState.DONE and any(_ran(header) for header, _ in run.replies):
+                    self._add_orphan(session_id, session, lane, run)
+
+    def _add_orphan(self, session_id: bytes, session: _SessionState, lane: _Lane, run: _Run) -> None:
+        self._orphans[session_id, lane.name, run.seq] = Orphan(
+            session_id, session.epoch, lane.name, run.seq, run.calls, tuple(run.replies)
+        )
+        if len(self._orphans) > _MAX_ORPHANS:
+            del self._orphans[next(iter(self._orphans))]
+            self._drop("orphan_evicted")
+
     def _forget_if_idle(self, session_id: bytes, session: _SessionState) -> None:
         if not any(lane.running for lane in session.lanes.values()):
             del self._sessions[session_id]
@@ -581,3 +647,8 @@ class Callee:
 
     def _drop(self, why: str) -> None:
         self.dropped[why] = self.dropped.get(why, 0) + 1
+
+
+def _ran(header: Header) -> bool:
+    """Tell whether a reply says that its call ran."""
+    return header.kind in (Kind.RESULT, Kind.END) or header.status == Status.APP_ERROR

@@ -85,6 +85,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         trace: ``off``, ``rpc`` or ``full``.
         orphans: What ranks do without a controller: ``exit`` or ``wait``.
         digest: Digest of the job, to notice that two sides mean different ones.
+        arguments: The engine's arguments, codec-encoded, base64: what a successor of this controller needs to create
+            an engine anew. Empty where they hold arrays or are long; such ranks cannot be restarted after a takeover.
     """
 
     role: str
@@ -103,6 +105,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     trace: str = "rpc"
     orphans: str = "exit"
     digest: str = ""
+    arguments: str = ""
 
 
 class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):

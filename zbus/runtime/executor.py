@@ -492,6 +492,7 @@ class Executor:
     def _record(  # private, hot path
         self, request: Execute, seq: int, method: str, started: int, decoded: int, ended: int, outcome: str
     ) -> None:
+        self._recent.append((seq, request.lane, request.session, method))
         tracer = get_tracer()
         if tracer.rpc:
             tracer.bus_server(

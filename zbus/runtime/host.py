@@ -23,7 +23,7 @@ from zbus import failpoints, names
 from zbus.engine import Engine, Mesh, endpoints_of, lanes_of, table_to_wire
 from zbus.errors import EngineLoadError
 from zbus.ids import WorkerName
-from zbus.protocol.messages import PROTOCOL_VERSION, CancelRunning, Execute, StreamCredit
+from zbus.protocol.messages import PROTOCOL_VERSION, CancelRunning, Execute, Kind, Status, StreamCredit
 from zbus.registry.file import FileRegistry
 from zbus.registry.records import JobRecord, Records, WorkerRecord
 from zbus.runtime.context import Context
@@ -229,6 +229,8 @@ class _Host:
             "ctl:zbus.describe": self._engine_facts,
             "ctl:zbus.stop": self._asked_to_stop,
             "ctl:zbus.stacks": self._stack_text,
+            "ctl:zbus.orphans": self._orphans,
+            "ctl:zbus.adopt": self._adopt,
             "ctl:zbus.config_perf_tracer": self._config_tracer,
             "ctl:zbus.save_perf_tracer": self._save_tracer,
             "main:zbus.create_engine": self._create_engine,
@@ -282,6 +284,33 @@ class _Host:
             "threads": threading.active_count(),
             "refused": self.server.statistics(),
         }
+
+    def _orphans(self) -> list[dict[str, Any]]:
+        """Return what superseded controllers left: who asked for what, and how far it is."""
+        return [
+            {
+                "session": orphan.session,
+                "epoch": orphan.epoch,
+                "lane": orphan.lane,
+                "seq": orphan.seq,
+                "calls": orphan.calls,
+                "running": orphan.running,
+                "methods": [
+                    self.executor.method_of(orphan.session, orphan.lane, orphan.seq + n) for n in range(orphan.calls)
+                ],
+            }
+            for orphan in self.server.orphans()
+        ]
+
+    def _adopt(self, session: bytes, lane: str, seq: int) -> list[list[Any]] | None:
+        """Hand over an ended orphan: for each call its status and the frames of its value or exception."""
+        orphan = self.server.adopt(session, lane, seq)
+        if orphan is None:
+            return None
+        return [
+            [int(Status.OK if header.kind == Kind.RESULT else header.status), [bytes(frame) for frame in buffers]]
+            for header, buffers in orphan.replies
+        ]
 
     def _engine_facts(self) -> dict[str, Any]:
         return {"endpoints": table_to_wire(self.table), "digest": self.digest, "mesh": dict(self.mesh.axes)}

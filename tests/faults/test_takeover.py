@@ -1,0 +1,113 @@
+"""A controller dies; another takes its trial over: fencing, adoption of workers and of what they had run."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import zbus
+from controller import Controller
+from launching import HERE, launch, probes
+from waiting import scaled, wait_until
+from zbus.runtime.processes import is_alive, start_time
+
+FIRST = textwrap.dedent(
+    """
+    import os, sys, time
+    sys.path.insert(0, {here!r})
+    from controller import Controller
+    from launching import probes
+
+    bus = Controller.launch("test", {{"actor": probes(2, orphans="wait")}}, root={root!r}, trial="t")
+    actor = bus.group("actor")
+    actor.note("before")
+    busy = actor[0].sleep.submit({busy})
+    queued = actor[0].note.submit("queued behind it")
+    print("ready", flush=True)
+    time.sleep(600)
+    """
+)
+
+
+def first_controller(root: Path, busy: float) -> subprocess.Popen:
+    """Start a controller that has a call running and one queued, and return it once it has."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", FIRST.format(here=str(HERE), root=str(root), busy=busy)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process.stdout:
+        assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_a_successor_adopts_workers_and_the_result_of_what_ran(tmp_path):
+    """The successor has the same processes; queued calls are gone, the result of a running one is kept."""
+    first = first_controller(tmp_path, busy=1.0)
+    try:
+        with pytest.raises(zbus.TrialError, match=r"in use|alive"):
+            Controller.takeover(tmp_path / "test" / "t")
+        with Controller.attach(tmp_path / "test" / "t") as guest:
+            wait_until(lambda: any(s["call"] for s in guest.statuses().values()), what="the call to run")
+            pids = {s["rank"]: s["pid"] for s in guest.statuses().values()}
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        with Controller.takeover(tmp_path / "test" / "t", timeout=scaled(30)) as bus:
+            assert bus.epoch == 2
+            actor = bus.group("actor")
+            assert {answer["rank"]: answer["pid"] for answer in actor.whoami()} == pids
+            assert actor.notes() == [["before"], ["before"]], "what was queued for the old controller never starts"
+            sleeping = wait_until(
+                lambda: [o for o in bus.orphans() if o.methods == ["sleep"] and not o.running],
+                what="the running call of the first controller to end",
+            )
+            assert (sleeping[0].role, sleeping[0].rank, sleeping[0].epoch) == ("actor", 0, 1)
+            assert sleeping[0].result() == 1.0
+            assert not [o for o in bus.orphans() if o.methods == ["sleep"]], "an orphan is adopted once"
+            started = [(pid, start_time(pid)) for pid in pids.values()]
+        assert not any(is_alive(pid, at) for pid, at in started), "the successor's close ends the workers"
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_a_controller_that_was_replaced_is_fenced(tmp_path):
+    """A controller that was suspended while another took over gets a fenced error and changes nothing."""
+    first = first_controller(tmp_path, busy=0.1)
+    try:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        with Controller.takeover(tmp_path / "test" / "t", timeout=scaled(30)) as second:
+            from zbus.ids import WorkerName, new_session
+            from zbus.transport.client import Client, PeerState
+            from zbus.transport.sockets import SocketFactory
+
+            factory = SocketFactory()
+            late = Client(session=new_session(), epoch=1, factory=factory)
+            worker = second._members.roles["actor"].members[0].record
+            peer = late.connect(WorkerName("actor", 0), worker.incarnation, {"main": worker.main, "ctl": worker.ctl})
+            late.wait(lambda: peer.state is PeerState.DEAD, scaled(10))
+            assert peer.reason == "fenced"
+            assert "epoch 2" in peer.evidence
+            late.close()
+            factory.close()
+            assert second.group("actor").echo(1) == 1
+    finally:
+        first.kill()
+        first.wait()
+
+
+def test_a_trial_without_a_controller_cannot_be_taken_over(tmp_path):
+    """Taking over what is no trial, or a finished one whose workers are gone, says so."""
+    with pytest.raises(zbus.TrialError, match="not a trial"):
+        Controller.takeover(tmp_path)
+    with launch(tmp_path, {"actor": probes(1)}, trial="done") as bus:
+        path = bus.trial.path
+    with pytest.raises(zbus.StartupError, match="actor/0"):
+        Controller.takeover(path, timeout=1.0)
+    assert (path / "registry").is_dir()
