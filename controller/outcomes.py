@@ -171,6 +171,9 @@ def _lost(outcome: Outcome, origin: Origin) -> tuple[type[CallError], str, dict[
     verb = _LOST[outcome.reason]
     batch = "" if origin.number is None else f" (batch {origin.number})"
     how, _, where = outcome.evidence.partition(_CALL_WAS)
+    where, _, proof = where.partition(": ")
+    if proof:
+        where = f"{where} ({proof})"
     more = {"exit" if outcome.reason == "worker_exit" else "evidence": how} if how else {}
     if outcome.kind is OutcomeKind.NOT_EXECUTED:
         more["outcome"] = "the call did not start"

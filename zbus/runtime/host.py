@@ -42,6 +42,7 @@ from zbus.transport.sockets import SocketFactory
 __all__ = ["HostConfig", "serve"]
 
 _DRAIN_S: Final = 2.0
+_LEAVE_S: Final = 0.03
 EXIT_OK: Final = 0
 EXIT_TERMINATED: Final = 143
 
@@ -205,6 +206,7 @@ class _Host:
             deadline = time.monotonic() + _DRAIN_S
             while self.server.parked() and time.monotonic() < deadline:
                 time.sleep(0.005)  # answers leave on the bus thread; nothing signals an empty pipe
+            time.sleep(_LEAVE_S)  # the last answer is with libzmq's own thread; sockets close without LINGER
             self.executor.close()
             self.server.close()
             self.records.close()
