@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -70,6 +71,7 @@ class Reactor:
         self._again: list[int] = []
         self._to_check: list[Callable[[], None]] = []
         self._loops: dict[asyncio.AbstractEventLoop, int] = {}
+        self._readers: set[asyncio.AbstractEventLoop] = set()
         self._closed = False
 
     # -- registration --------------------------------------------------------------------------------------------
@@ -169,7 +171,9 @@ class Reactor:
         count = self._loops.get(loop, 0)
         self._loops[loop] = count + 1
         if count == 0:
-            loop.add_reader(self._epoll.fileno(), self.poll_nowait)
+            if loop not in self._readers:
+                self._readers = {other for other in self._readers if not other.is_closed()} | {loop}
+                loop.add_reader(self._epoll.fileno(), self._poll_from, loop)
             if self._thread_leads:  # it looks for loops before each round, so one that starts now needs no waking
                 self.wake()
 
@@ -181,7 +185,13 @@ class Reactor:
             return
         self._loops.pop(loop, None)
         self._last_led = time.monotonic()
-        if not loop.is_closed() and not self._closed:
+
+    def _poll_from(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Drive from a loop; its reader outlives its calls until the next event, since awaited calls follow closely."""
+        if loop in self._loops:
+            self.poll_nowait()
+        elif not self._closed:
+            self._readers.discard(loop)
             loop.remove_reader(self._epoll.fileno())
 
     def once(self, timeout_s: float) -> None:
@@ -229,9 +239,14 @@ class Reactor:
     def close(self) -> None:
         """Stop the thread and free the descriptors. Sockets are their owners' to close, before this."""
         self._closed = True
-        for loop in list(self._loops):
-            if not loop.is_closed():
+        for loop in list(self._readers):
+            if loop.is_closed():
+                continue
+            if loop is _running_loop():  # now, before the number of the descriptor means something else
+                loop.remove_reader(self._epoll.fileno())
+            else:
                 loop.call_soon_threadsafe(loop.remove_reader, self._epoll.fileno())
+        self._readers = set()
         self._loops.clear()
         self.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -307,3 +322,12 @@ class Reactor:
             os.eventfd_read(self._wake_fd)
         except BlockingIOError:
             return
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the loop that runs on this thread, without loading asyncio for it."""
+    module = sys.modules.get("asyncio")
+    if module is None:
+        return None
+    found: asyncio.AbstractEventLoop | None = module._get_running_loop()  # documented for such uses  # noqa: SLF001
+    return found
