@@ -42,7 +42,7 @@ class LinkMachine:
         hello_every_ns: How often a HELLO without an answer is repeated.
     """
 
-    __slots__ = ("_every", "evidence", "hello_due", "reason", "since_ns", "state", "up")
+    __slots__ = ("_every", "_renewed", "evidence", "hello_due", "reason", "since_ns", "state", "up")
 
     def __init__(self, now: int, *, hello_every_ns: int = 500 * _MS) -> None:
         self._every = hello_every_ns
@@ -50,6 +50,7 @@ class LinkMachine:
         self.since_ns = now
         self.up = False
         self.hello_due = _NEVER
+        self._renewed = False
         self.reason = ""
         self.evidence = "not connected yet"
 
@@ -60,6 +61,8 @@ class LinkMachine:
         self.up = True
         if self.state is LinkState.CONNECTING:
             self._to(LinkState.HANDSHAKING, now)
+        elif self.state is LinkState.READY:  # the last connection was lost unnoticed, with what was on its way
+            self._renewed = True
         self.hello_due = now
 
     def link_down(self, now: int, why: str) -> None:
@@ -76,14 +79,15 @@ class LinkMachine:
         self.hello_due = now + self._every
 
     def welcomed(self, now: int) -> bool:
-        """A WELCOME came. True if this made the link READY."""
+        """A WELCOME came. True if the lanes must resume: it made the link READY, or a new connection is behind it."""
         if self.state is LinkState.DEAD:
             return False
         self.up = True
         self.hello_due = _NEVER
         self.evidence = ""
+        renewed, self._renewed = self._renewed, False
         if self.state is LinkState.READY:
-            return False
+            return renewed
         self._to(LinkState.READY, now)
         return True
 

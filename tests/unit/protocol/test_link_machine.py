@@ -53,11 +53,14 @@ def test_a_connection_lost_before_the_welcome_starts_over():
     assert link.state is LinkState.CONNECTING
 
 
-def test_a_connection_that_came_back_unnoticed_says_hello_again():
-    """The loss may be seen only by the next connection."""
+def test_a_connection_that_came_back_unnoticed_says_hello_and_resumes():
+    """The loss may be seen only by the next connection; what was on its way is asked about at once, and only once."""
     link = ready()
     link.link_up(50 * MS)
     assert (link.state, link.hello_due) == (LinkState.READY, 50 * MS)
+    assert link.welcomed(51 * MS)
+    assert not link.welcomed(52 * MS)
+    assert (link.state, link.since_ns) == (LinkState.READY, 2 * MS)
 
 
 def test_a_lost_session_is_opened_again():
