@@ -29,6 +29,11 @@ class TraceConfig:
         run_epoch_mono_ns: The controller's CLOCK_MONOTONIC at the run epoch.
         clock_boot_id: Boot id of the machine ``run_epoch_mono_ns`` was read on.
         clock_time_ns: Inode of the time namespace it was read in; 0: not known, taken as ours if the boot id is.
+        sessions: Whether tasks and sessions are recorded; None: unless the level is ``off``.
+        session_flush: Finished sessions that are written at once, without waiting for the flush period.
+        profile_steps: Steps whose scopes with ``enable_profiler`` run torch's profiler.
+        sidecar: ``auto``: hand records to the trial's sidecar as soon as there is one; ``off``: own files only.
+        gauge_period_s: Seconds between samples of the process's gauges (memory, and those added); 0: none.
     """
 
     root: str = ""
@@ -41,6 +46,11 @@ class TraceConfig:
     run_epoch_mono_ns: int = 0
     clock_boot_id: str = ""
     clock_time_ns: int = 0
+    sessions: bool | None = None
+    session_flush: int = 256
+    profile_steps: tuple[int, ...] = ()
+    sidecar: str = "auto"
+    gauge_period_s: float = 1.0
 
     def __post_init__(self) -> None:
         if self.level not in _LEVELS:
@@ -50,10 +60,22 @@ class TraceConfig:
         object.__setattr__(self, "save_interval", max(1, self.save_interval))
         object.__setattr__(self, "flush_period_s", min(10.0, max(0.05, self.flush_period_s)))
         object.__setattr__(self, "ring_size", max(16, self.ring_size))
+        object.__setattr__(self, "session_flush", max(1, self.session_flush))
+        object.__setattr__(self, "profile_steps", tuple(self.profile_steps or ()))
+        if self.sidecar not in ("auto", "off"):
+            msg = f"trace sidecar {self.sidecar!r} is neither auto nor off"
+            raise ConfigError(msg)
+
+    @property
+    def wants_sessions(self) -> bool:
+        """Whether sessions are recorded."""
+        return self.level != "off" if self.sessions is None else self.sessions
 
     @classmethod
     def of(cls, config: TraceConfig | Mapping[str, Any]) -> TraceConfig:
-        """Return ``config`` as a ``TraceConfig``; a mapping may also say ``enabled`` (true: ``full``, false: ``off``).
+        """Return ``config`` as a ``TraceConfig``.
+
+        A mapping may also say ``enabled`` (true: ``full``, false: ``off``) and, as the founding config does, ``session_tracer`` (``{"enabled": …, "flush_threshold": …}``).
 
         Raises:
             ConfigError: Not a config, an unknown key, or a value of the wrong type.
@@ -66,20 +88,25 @@ class TraceConfig:
         values = dict(config)
         if "enabled" in values and not values.pop("enabled"):
             values["level"] = "off"
-        kinds = {f.name: type(f.default) for f in fields(cls)}
+        sessions = values.pop("session_tracer", None)
+        if isinstance(sessions, Mapping):
+            values.setdefault("sessions", bool(sessions.get("enabled", False)))
+            values.setdefault("session_flush", sessions.get("flush_threshold", 256))
+        kinds: dict[str, type] = {f.name: type(f.default) for f in fields(cls)}
+        kinds["sessions"] = bool
         for key, value in values.items():
             if key not in kinds:
                 near = difflib.get_close_matches(str(key), kinds, n=1)
                 hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(kinds)}"
                 msg = f"unknown trace config key `{key}`"
                 raise ConfigError(msg, hint=hint)
-            if key != "root" and not _fits(value, kinds[key]):
+            if key not in ("root", "profile_steps") and not _fits(value, kinds[key]):
                 msg = f"trace config key `{key}` wants {kinds[key].__name__}, got {type(value).__name__}"
                 raise ConfigError(msg)
         return cls(**values)
 
 
 def _fits(value: object, kind: type) -> bool:
-    if isinstance(value, bool):
-        return False
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and (value is None or isinstance(value, bool))
     return isinstance(value, (int, float) if kind is float else kind)

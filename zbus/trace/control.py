@@ -8,20 +8,35 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import os
+import resource
 import threading
 from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.errors import ConfigError
 from zbus.trace.config import TraceConfig
-from zbus.trace.tracer import Tracer, get_tracer, set_default_tracer
-from zbus.trace.writer import TraceWriter
+from zbus.trace.session_file import SessionWriter
+from zbus.trace.tracer import INSTANT, Tracer, get_tracer, set_default_tracer
+from zbus.trace.writer import Outlet, TraceWriter
 
-__all__ = ["config_perf_tracer", "configure", "reset", "save_perf_tracer", "shutdown", "tracers", "writer_of"]
+__all__ = [
+    "config_perf_tracer",
+    "configure",
+    "mark_step",
+    "reset",
+    "save_perf_tracer",
+    "shutdown",
+    "tracers",
+    "writer_of",
+]
 
 _lock = threading.RLock()
 _writers: dict[tuple[str, int], TraceWriter] = {}
+_sessions: dict[tuple[str, int], SessionWriter] = {}
 
 
 def configure(
@@ -81,7 +96,9 @@ def config_perf_tracer(
         if config is None:
             for writer in chosen:
                 writer.tracer.set_level("off")
+                writer.tracer.sessions = None
                 writer.flush()
+                _flush_sessions(writer)
             return
         config = TraceConfig.of(config)
         for writer in chosen:
@@ -98,12 +115,26 @@ def save_perf_tracer(step: int | None = None, force: bool = False) -> None:  # n
     """Write what was recorded so far, if this step is due; a no-op where nothing is traced.
 
     Due: ``force``, no step, or every ``save_interval``-th step (the last of each interval, counted from step 0).
-    The background writer goes on writing in between whatever the interval.
+    The background writer goes on writing in between whatever the interval. A step is also marked in the trace as ended
+    here (see ``mark_step``).
     """
+    if step is not None:
+        mark_step(step)
     with _lock:
         due = [w for w in _writers.values() if force or step is None or (step + 1) % w.config.save_interval == 0]
     for writer in due:
         writer.flush()
+        _flush_sessions(writer)
+
+
+def mark_step(step: int) -> None:
+    """Note that a step of the run ended here: an instant ``zbus_step`` in the current tracer, at level ``rpc`` up.
+
+    Reports and ``traceview tail`` divide time into steps by these marks.
+    """
+    tracer = get_tracer()
+    if tracer.rpc:
+        tracer.append((INSTANT, "zbus_step", "instr", tracer.now(), "g", {"step": int(step)}, None))
 
 
 def tracers() -> list[Tracer]:
@@ -126,6 +157,10 @@ def reset(role: str | None = None, rank: int | None = None) -> None:
             if role in (None, key[0]) and rank in (None, key[1]):
                 del _writers[key]
                 writer.close()
+                sessions = _sessions.pop(key, None)
+                if sessions is not None:
+                    writer.tracer.sessions = None
+                    sessions.close()
         if not _writers:
             set_default_tracer(None)
 
@@ -143,9 +178,60 @@ def _new_writer(  # private, one caller
         raise ConfigError(msg, hint="set trace.root, usually <trial>/traces")
     tracer = Tracer(role, rank, ring_size=config.ring_size, clock=clock)
     try:
-        return TraceWriter(tracer, config, incarnation=incarnation, start=start, clock=clock)
+        writer = TraceWriter(tracer, config, incarnation=incarnation, start=start, clock=clock)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if config.sidecar == "auto":
+        writer.find_outlet = _find_outlet
+    tracer.add_gauge("memory", _memory)
+    return writer
+
+
+def _find_outlet(writer: TraceWriter) -> Outlet | None:
+    """Return a way to the trial's sidecar if its record stands in the registry beside the trace root."""
+    registry = Path(writer.config.root).parent / "registry"
+    if not (registry / "trace" / "sidecar").exists():
+        return None
+    # By name: export stands above the transport, which the recording side must not load where there is no sidecar.
+    outlet: Outlet | None = import_module("zbus.trace.export").connect(writer, registry)
+    return outlet
+
+
+def _memory() -> dict[str, float]:
+    """Return the memory of this process in MiB."""
+    with Path("/proc/self/statm").open("rb") as file:
+        pages = int(file.read().split()[1])
+    return {"rss_mib": round(pages * resource.getpagesize() / (1 << 20), 1)}
+
+
+def _flush_sessions(writer: TraceWriter) -> None:
+    sessions = _sessions.get((writer.tracer.role, writer.tracer.rank))
+    if sessions is not None:
+        sessions.flush()
+
+
+def _apply_sessions(writer: TraceWriter) -> None:
+    """Switch the recording of sessions as the config says; its file is made with the first finished session."""
+    tracer, config = writer.tracer, writer.config
+    key = tracer.role, tracer.rank
+    if not config.wants_sessions:
+        tracer.sessions = None
+        return
+    sessions = _sessions.get(key)
+    if sessions is None:
+        sessions = _sessions[key] = SessionWriter(
+            *key, config, incarnation=writer.incarnation, start=writer.start, source=writer.source, clock=writer.clock
+        )
+    sessions.config = config
+    tracer.sessions = sessions.recorder
+
+
+def _after_fork() -> None:
+    for sessions in _sessions.values():
+        sessions.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _apply(writer: TraceWriter, config: TraceConfig) -> None:
@@ -157,6 +243,10 @@ def _apply(writer: TraceWriter, config: TraceConfig) -> None:
         level=config.level,
         save_interval=config.save_interval,
         flush_period_s=config.flush_period_s,
+        sessions=config.sessions,
+        session_flush=config.session_flush,
+        profile_steps=config.profile_steps,
+        gauge_period_s=config.gauge_period_s,
     )
     if config.level != "off" and not writer.opened:
         try:
@@ -165,6 +255,8 @@ def _apply(writer: TraceWriter, config: TraceConfig) -> None:
             msg = f"trace file {writer.path} cannot be made: {error.strerror}"
             raise ConfigError(msg) from error
     writer.tracer.set_level(config.level)
+    writer.tracer.profile_steps = frozenset(config.profile_steps)
+    _apply_sessions(writer)
 
 
 def _chosen(role: str | None, rank: int | None) -> list[TraceWriter]:

@@ -11,12 +11,25 @@ from typing import Any, Final
 
 import msgspec
 
-from zbus.trace.tracer import CLIENT, COUNTER, FLOW, INSTANT, SERVER, SPAN, Record
+from zbus.trace.tracer import BATCH, CLIENT, COUNTER, FLOW, INSTANT, PROFILE, SERVER, SPAN, Record
 
-__all__ = ["ROW_BASE", "Event", "Expander", "bus_flow_ids", "call_id", "encode_event", "encode_events", "user_flow_id"]
+__all__ = [
+    "ROW_BASE",
+    "Event",
+    "Expander",
+    "bus_flow_ids",
+    "call_id",
+    "encode_event",
+    "encode_events",
+    "plain_json",
+    "row_id",
+    "user_flow_id",
+]
 
 ROW_BASE: Final = 10_000_000
-"""Thread ids from here on are rows of the bus, not threads: above every Linux thread id (at most 2^22)."""
+"""Thread ids from here on are rows, not threads: above every Linux thread id (at most 2^22)."""
+
+_ROWS: Final = 1 << 24
 
 
 class Event(msgspec.Struct, omit_defaults=True):
@@ -57,6 +70,11 @@ def bus_flow_ids(  # as the records
     return f"0x{both[:16]}", f"0x{both[16:]}"
 
 
+def row_id(name: str) -> int:
+    """Return the thread id of a row: a hash of its name, so that all who write parts of one trace agree on it."""
+    return ROW_BASE + int(_hash(b"row", name)[:12], 16) % _ROWS
+
+
 def user_flow_id(run: str, key: str) -> str:
     """Return the arrow id of a ``flow`` key, equal in all processes of one run."""
     return f"0x{_hash(b'user', run.encode('utf-8', 'replace'), key)[:16]}"
@@ -83,7 +101,7 @@ def encode_event(event: Event) -> bytes:
         event.name = _text(event.name)
         event.cat = _text(event.cat)
         event.track = _text(event.track)
-        event.args = {_text(str(k)): _plain(v) for k, v in (event.args or {}).items()}
+        event.args = plain_json(event.args or {})
         return _encoder.encode(event) + b"\n"
 
 
@@ -91,13 +109,14 @@ def _text(text: str) -> str:
     return str(text).encode("utf-8", "backslashreplace").decode()
 
 
-def _plain(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
+    """Return a frozen value with texts that no encoder refuses: lone surrogates become escapes."""
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, dict):
-        return {_text(str(k)): _plain(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return {_text(str(k)): plain_json(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(item) for item in value]
     return value
 
 
@@ -116,12 +135,20 @@ class Expander:
         self._run = run
         self._rows: dict[str, int] = {}
 
+    def forget_names(self) -> None:
+        """Announce every row anew: the lines that announced them may not have been written."""
+        self._rows.clear()
+
     def ts(self, at_ns: int) -> float:
         """Return microseconds since the run epoch."""
         return (at_ns - self._epoch) / 1000
 
     def expand(self, record: Record, tid: int, out: list[Event]) -> None:
-        """Append the events of ``record``, recorded by thread ``tid``, to ``out``; an enclosing span comes first."""
+        """Append the events of ``record``, recorded by thread ``tid``, to ``out``; an enclosing span comes first.
+
+        Raises:
+            ValueError: It is no record (or another exception; ``out`` may then hold a part of it).
+        """
         kind = record[0]
         if kind == SPAN:
             _, name, cat, start, end, args, task = record
@@ -147,14 +174,21 @@ class Expander:
             event.bind_id = user_flow_id(self._run, key)
             event.flow_out, event.flow_in = direction == "out", direction != "out"
             out.append(event)
+        elif kind == BATCH:
+            self._batch(record, tid, out)
+        elif kind == PROFILE:
+            self._profile(record, out)
+        else:
+            msg = f"unknown kind of record {kind!r}"
+            raise ValueError(msg)
 
     def _row(self, name: str, out: list[Event]) -> int:
         """Return the thread id of a row of bus spans, announcing it at first use."""
         tid = self._rows.get(name)
         if tid is None:
-            tid = self._rows[name] = ROW_BASE + len(self._rows)
+            tid = self._rows[name] = row_id(name)
             out.append(Event("thread_name", "M", pid=self._pid, tid=tid, args={"name": name}))
-            out.append(Event("thread_sort_index", "M", pid=self._pid, tid=tid, args={"sort_index": tid}))
+            out.append(Event("thread_sort_index", "M", pid=self._pid, tid=tid, args={"sort_index": ROW_BASE}))
         return tid
 
     def _span(self, out: list[Event], label: str, times: tuple[int, int], tid: int, track: str) -> Event:
@@ -165,12 +199,15 @@ class Expander:
 
     def _client(self, record: Record, out: list[Event]) -> None:
         _, session, worker, incarnation, lane, seq, attempt, method, *rest = record
-        submit, encoded, sent, reply, decoded, bytes_out, bytes_in, outcome = rest
+        submit, encoded, sent, reply, decoded, bytes_out, bytes_in, outcome, batch = rest
+        worker = _worker(worker)
         tid = self._row(f"→ {worker} {lane}", out)
         call = call_id(session, worker, incarnation, lane, seq)
         whole = self._span(out, f"call {method}", (submit, decoded), tid, call)
-        whole.args = {"kind": "client", "call": call, "method": method, "worker": str(worker), "lane": lane, "seq": seq}
+        whole.args = {"kind": "client", "call": call, "method": method, "worker": worker, "lane": lane, "seq": seq}
         whole.args |= {"attempt": attempt, "outcome": outcome, "bytes_out": bytes_out, "bytes_in": bytes_in}
+        if batch:
+            whole.args["batch"] = batch
         request, answer = bus_flow_ids(session, worker, incarnation, lane, seq, attempt)
         if encoded:
             part = self._span(out, "encode", (submit, encoded), tid, call)
@@ -190,11 +227,12 @@ class Expander:
     def _server(self, record: Record, tid: int, out: list[Event]) -> None:
         _, session, worker, incarnation, lane, seq, attempt, method, *rest = record
         arrived, start, decoded, run_end, encoded, outcome, task = rest
+        worker = _worker(worker)
         call = call_id(session, worker, incarnation, lane, seq)
         request, answer = bus_flow_ids(session, worker, incarnation, lane, seq, attempt)
         end = start or decoded or run_end or encoded or arrived
         queue = self._span(out, f"queue {method}", (arrived, end), self._row(f"queue {lane}", out), call)
-        queue.args = {"kind": "queue", "call": call, "method": method, "worker": str(worker), "lane": lane, "seq": seq}
+        queue.args = {"kind": "queue", "call": call, "method": method, "worker": worker, "lane": lane, "seq": seq}
         queue.args |= {"attempt": attempt, "outcome": outcome}
         queue.bind_id, queue.flow_in = request, True
         track = task or ""
@@ -204,10 +242,33 @@ class Expander:
         if decoded and run_end:
             part = self._span(out, f"run {method}", (decoded, run_end), tid, track)
             part.args = {"kind": "run", "call": call, "method": method, "attempt": attempt, "outcome": outcome}
+            part.args |= {"lane": lane, "seq": seq}
         if encoded:
             part = self._span(out, "reply", (run_end or decoded or end, encoded), tid, track)
             part.args = {"kind": "reply", "call": call, "attempt": attempt}
             part.bind_id, part.flow_out = answer, True
+
+    def _batch(self, record: Record, tid: int, out: list[Event]) -> None:
+        _, method, batch, lane, members, calls, submit, done, merged, outcome, task = record
+        facts = {"batch": batch, "method": method, "lane": lane, "members": members, "calls": calls}
+        track = f"batch {batch}"
+        whole = self._span(out, f"batch {method}", (submit, merged or done), self._row(f"batches {lane}", out), track)
+        whole.args = {"kind": "batch", **facts, "outcome": outcome}
+        if merged:
+            part = self._span(out, f"merge {method}", (done, merged), tid, task or "")
+            part.args = {"kind": "merge", "batch": batch}
+
+    def _profile(self, record: Record, out: list[Event]) -> None:
+        _, row, events = record
+        tid = self._row(row, out)
+        for name, cat, start, end, args in events:
+            event = self._span(out, name, (start, end), tid, "")
+            event.cat, event.args = cat, args or None
+
+
+def _worker(name: Any) -> str:
+    """Return a worker's name as text: role and rank may come as a pair."""
+    return f"{name[0]}/{name[1]}" if isinstance(name, list | tuple) else str(name)
 
 
 def _is_number(value: object) -> bool:

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import contextvars
 import enum
+import itertools
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 from zbus.clock import SYSTEM_CLOCK, Clock
 
 __all__ = [
+    "BATCH",
     "CLIENT",
     "COUNTER",
     "FLOW",
     "INSTANT",
+    "PROFILE",
     "SERVER",
     "SPAN",
     "Level",
@@ -53,6 +56,10 @@ CLIENT: Final = 4
 """(CLIENT, …) as ``Tracer.bus_client``"""
 SERVER: Final = 5
 """(SERVER, …) as ``Tracer.bus_server``, then the task"""
+BATCH: Final = 6
+"""(BATCH, …) as ``Tracer.bus_batch``, then the task"""
+PROFILE: Final = 7
+"""(PROFILE, row, [(name, category, start_ns, end_ns, args | None), …]): spans somebody else measured"""
 
 _modules = sys.modules
 
@@ -105,6 +112,8 @@ class Tracer:
         rpc: Whether bus records are wanted (level ``rpc`` or ``full``); ask before building one.
         on: Whether user spans are wanted (level ``full``); ask before computing costly args.
         now: The monotonic clock in nanoseconds.
+        profile_steps: Steps whose scopes run torch's profiler, where they ask for it.
+        sessions: The recorder of tasks and sessions (``zbus.trace.sessions``), or None where they are off.
     """
 
     def __init__(self, role: str = "", rank: int = 0, *, ring_size: int = 1 << 17, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -115,6 +124,10 @@ class Tracer:
         self.on = False
         self.rpc = False
         self.on_first_record: Callable[[], None] | None = None
+        self.sessions: Any = None
+        self.profile_steps: frozenset[int] = frozenset()
+        self._gauges: list[tuple[str, Callable[[], Mapping[str, float]]]] = []
+        self._batches = itertools.count(1)
         self._lock = threading.RLock()  # a signal handler may record its thread's first span while we hold it
         self._rings: list[Ring] = []
         self._local = threading.local()
@@ -165,12 +178,14 @@ class Tracer:
         bytes_out: int,
         bytes_in: int,
         outcome: str,
+        batch: int = 0,
     ) -> None:
         """Record the caller's side of one call, once, when its outcome is known; ask ``rpc`` first.
 
         Times are ``monotonic_ns``; 0 says that the phase never came (not sent, no reply). ``t_decoded`` is when the
         outcome was ready. ``session``, ``worker``, ``incarnation``, ``lane``, ``seq`` and ``attempt`` must
-        equal those of ``bus_server``: the arrow between the two is a hash of them. Sizes are in bytes.
+        equal those of ``bus_server``: the arrow between the two is a hash of them. Sizes are in bytes. ``batch`` is the
+        number the caller gave the batch (see ``next_batch``), 0 for none.
         """
         self.append(
             (
@@ -190,6 +205,7 @@ class Tracer:
                 bytes_out,
                 bytes_in,
                 outcome,
+                batch,
             )
         )
 
@@ -233,6 +249,67 @@ class Tracer:
                 current_task_name(),
             )
         )
+
+    def next_batch(self) -> int:
+        """Return a number for a batch of calls, unique in this tracer, from 1."""
+        return next(self._batches)
+
+    def bus_batch(  # noqa: PLR0917  # as bus_client
+        self,
+        method: str,
+        batch: int,
+        lane: str,
+        members: int,
+        calls: int,
+        t_submit: int,
+        t_done: int,
+        t_merged: int,
+        outcome: str,
+    ) -> None:
+        """Record a whole batch, once, on the thread that took its result; ask ``rpc`` first.
+
+        Args:
+            method: Its first endpoint.
+            batch: From ``next_batch``; also given to ``bus_client`` for each of its calls.
+            lane: Lane it was placed in.
+            members: Workers it went to.
+            calls: Calls per worker.
+            t_submit: When the caller asked (``monotonic_ns``, as all times).
+            t_done: When its last outcome came.
+            t_merged: When the collected value was ready; 0 if nothing was merged.
+            outcome: ``OK``, or the kind of its worst outcome.
+        """
+        record = (BATCH, method, batch, lane, members, calls, t_submit, t_done, t_merged, outcome, current_task_name())
+        self.append(record)
+
+    # -- gauges ---------------------------------------------------------------------------------------------------
+
+    def add_gauge(self, name: str, read: Callable[[], Mapping[str, float]]) -> Callable[[], None]:
+        """Sample ``read`` every gauge period as a counter of that name; return a function that ends it.
+
+        ``read`` is called on the flush thread: quick, no waiting; what it raises is ignored. Queue depth, credit and
+        memory are shown this way, at no cost to the calls.
+        """
+        entry = (name, read)
+        self._gauges.append(entry)
+
+        def remove() -> None:
+            if entry in self._gauges:
+                self._gauges.remove(entry)
+
+        return remove
+
+    def sample_gauges(self) -> None:
+        """Record one sample of every gauge. Flush thread only."""
+        if not self.rpc:
+            return
+        for name, read in list(self._gauges):
+            try:
+                series = dict(read())
+            except Exception:  # noqa: BLE001, S112  # a gauge that fails has no value now
+                continue
+            if series:
+                self.append((COUNTER, name, self.now(), series))
 
     # -- flush side -----------------------------------------------------------------------------------------------
 

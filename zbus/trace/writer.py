@@ -1,4 +1,4 @@
-"""The background writer: every period it turns the rings of one tracer into lines of one append-only file.
+"""The background writer: every period it takes one tracer's rings as a block, for a file or for the sidecar.
 
 No fsync: a killed process loses nothing that reached the kernel, so at most one flush period. A failed write (disk
 full) is undone to the last whole line, its records are counted as lost, and the run goes on.
@@ -8,58 +8,58 @@ from __future__ import annotations
 
 import logging
 import os
-import re
-import socket
 import threading
-from pathlib import Path
-from typing import Any, Final
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol
 
 from zbus.clock import SYSTEM_CLOCK, Clock
+from zbus.trace.blocks import Block, LossLine, ThreadPart, encode_block, expand
 from zbus.trace.config import TraceConfig
-from zbus.trace.events import Event, Expander, encode_event, encode_events
-from zbus.trace.tracer import Level, Record, Ring, Tracer
+from zbus.trace.events import Event, Expander, encode_event
+from zbus.trace.tracefile import (
+    FORMAT,
+    LineFile,
+    RunEpoch,
+    boot_id,
+    new_source,
+    opening_facts,
+    run_epoch,
+    time_namespace,
+    trace_path,
+)
+from zbus.trace.tracer import Level, Ring, Tracer
 
-__all__ = ["FORMAT", "TraceWriter", "boot_id", "time_namespace", "trace_path"]
+__all__ = ["FORMAT", "Outlet", "TraceWriter", "boot_id", "opening_lines", "time_namespace", "trace_path"]
 
-FORMAT: Final = 1
-"""Version of the trace format, in every opening metadata event."""
-
-_BLOCK: Final = 4096
+_BLOCK: Final = 2048
 _STOP_S: Final = 5.0
+_LOOK_S: Final = 1.0
 _LOG = logging.getLogger("zbus.trace")
-_COMPONENT: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def trace_path(root: str | Path, role: str, rank: int, start: int = 0) -> Path:
-    """Return ``{root}/{role}/traces_{rank}.jsonl``; with a start n > 0 ``traces_{rank}.{n}.jsonl``.
+class Outlet(Protocol):
+    """Takes blocks instead of the writer's own file: the way to the sidecar (``zbus.trace.export``).
 
-    Raises:
-        ValueError: The role could leave the root, or the rank is negative.
+    Called by the writer under its lock, but for ``settle``.
     """
-    if not _COMPONENT.fullmatch(role) or not role.strip(".") or rank < 0 or start < 0:
-        msg = f"no trace file for role {role!r}, rank {rank}, start {start}"
-        raise ValueError(msg)
-    return Path(root) / role / (f"traces_{rank}.{start}.jsonl" if start else f"traces_{rank}.jsonl")
 
+    def offer(self, payload: bytes, records: int) -> None:
+        """Take one block. Never waits, never raises."""
 
-def boot_id() -> str:
-    """Return the kernel's boot id, or an empty text where there is none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
+    def settle(self) -> None:
+        """Wait a part of the flush period for what was offered to be safe, then see to it that it is."""
 
+    def close(self, counts: Callable[[], dict[str, Any]]) -> None:
+        """Bring everything to safety and say the end, with the last ``counts``; bounded."""
 
-def time_namespace() -> int:
-    """Return the inode of this process's time namespace (0 where unknown): it owns CLOCK_MONOTONIC's offset."""
-    try:
-        return os.stat("/proc/self/ns/time").st_ino  # noqa: PTH116  # a magic link: stat, not a path question
-    except OSError:
-        return 0
+    def counts(self) -> tuple[int, int, dict[str, int]]:
+        """Return records written, pending, and lost by reason."""
+        ...
 
 
 class TraceWriter:
-    """Writes one tracer's records to its file; ``open`` starts it, ``close`` ends it. Safe from any thread.
+    """Writes one tracer's records; ``open`` starts it, ``close`` ends it. Safe from any thread.
 
     After a fork the child's writer continues into a file of its own, ``….fork<pid>.jsonl``, begun with the first
     thing the child records.
@@ -70,6 +70,10 @@ class TraceWriter:
         incarnation: Of this start of the rank; 0 for the controller or a program of its own.
         start: Start counter of the rank: names the file.
         clock: For the clock anchor and the timestamps of loss records.
+
+    Attributes:
+        find_outlet: Asked about once a second for a way to the trial's sidecar; None: there is none to look for.
+        source: Id of this process's stream of records.
     """
 
     def __init__(
@@ -80,21 +84,23 @@ class TraceWriter:
         self.path = trace_path(config.root, tracer.role, tracer.rank, start)
         self.incarnation = incarnation
         self.start = start
+        self.source = new_source()
         self.written = 0
         self.lost: dict[str, int] = {}
-        self._clock = clock
+        self.clock = clock
+        self.find_outlet: Callable[[TraceWriter], Outlet | None] | None = None
         self._base = self.path
-        self._write_lock = threading.Lock()  # one flush at a time
+        self._write_lock = threading.RLock()  # one flush at a time; a signal handler may flush inside one
         self._wake = threading.Event()
         self.opened = False
         self._closed = False
-        self._warned = False
         self._thread: threading.Thread | None = None
-        self._fd = -1
-        self._good = 0
+        self._file = LineFile(self.path)
+        self._outlet: Outlet | None = None
+        self._next_look = 0.0
+        self._next_sample = 0.0
         self._pid = 0
-        self._epoch_mono: int | None = None
-        self._shared = False
+        self.epoch: RunEpoch | None = None
         self._names: dict[int, str] = {}
         self._expander = Expander(0, 0, "")
         self._unsaid: dict[str, list[int]] = {}  # reason -> [lost, since_ns], not in the file yet
@@ -114,7 +120,7 @@ class TraceWriter:
         self.tracer.on_first_record = self._ensure_here
 
     def flush(self) -> None:
-        """Write everything recorded so far; returns when it is in the file (or counted as lost). Never raises."""
+        """Hand everything recorded so far to the file, or to the way to the sidecar. Never raises."""
         try:
             with self._write_lock:
                 self._drain()
@@ -136,29 +142,52 @@ class TraceWriter:
             thread.join(_STOP_S)
         self.flush()
         with self._write_lock:
-            self._say_lost()
-            self._write(encode_event(self._end_event()))
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+            if self._outlet is not None:
+                self._outlet.close(self.counts)
+            else:
+                self._say_lost()
+                self._file.append(encode_event(self.end_event()))
+            self._file.close()
 
     def counts(self) -> dict[str, Any]:
         """Return ``recorded``, ``written``, ``pending`` and ``lost`` (by reason), in records.
 
-        Always recorded = written + pending + the sum of lost.
+        Always recorded = written + pending + the sum of lost. What the sidecar acknowledged counts as written.
         """
         rings = self.tracer.rings()
         pending = sum(len(ring.items) for ring in rings)
-        lost = dict(self.lost)
+        written, lost = self.written, dict(self.lost)
         unseen = sum(ring.lost - ring.lost_reported for ring in rings)
         if unseen:
             lost["ring_full"] = lost.get("ring_full", 0) + unseen
-        return {
-            "recorded": self.written + pending + sum(lost.values()),
-            "written": self.written,
-            "pending": pending,
-            "lost": lost,
-        }
+        if self._outlet is not None:
+            taken, waiting, gone = self._outlet.counts()
+            written, pending = written + taken, pending + waiting
+            for reason, count in gone.items():
+                lost[reason] = lost.get(reason, 0) + count
+        recorded = written + pending + sum(lost.values())
+        return {"recorded": recorded, "written": written, "pending": pending, "lost": lost}
+
+    # -- for the outlet -------------------------------------------------------------------------------------------
+
+    def opening_facts(self) -> dict[str, Any]:
+        """Return the args of ``zbus_meta`` for this process, as of now."""
+        assert self.epoch is not None  # noqa: S101  # set by the first open
+        return opening_facts(
+            self.config,
+            role=self.tracer.role,
+            rank=self.tracer.rank,
+            start=self.start,
+            incarnation=self.incarnation,
+            source=self.source,
+            epoch=self.epoch,
+            clock=self.clock,
+        )
+
+    def end_event(self) -> Event:
+        """Return the event that closes a file in order."""
+        at = self._expander.ts(self.clock.monotonic_ns())
+        return Event("zbus_end", "M", at, pid=self._pid, args={**self.counts(), "by": "process"})
 
     # -- thread ---------------------------------------------------------------------------------------------------
 
@@ -168,22 +197,53 @@ class TraceWriter:
         self._thread.start()
 
     def _run(self) -> None:
+        self._next_sample = time.monotonic() + self.config.gauge_period_s
         while not self._closed:
-            self._wake.wait(self.config.flush_period_s)
+            self._wake.wait(self.config.flush_period_s * (1.0 if self._outlet is None else 0.75))
             self._wake.clear()
+            self._sample_gauges()
             self.flush()
+            self._look_for_sidecar()
+            outlet = self._outlet
+            if outlet is not None and not self._closed:
+                try:
+                    outlet.settle()
+                except Exception:  # noqa: BLE001  # as in flush
+                    _LOG.exception("trace of %s/%d: the way to the sidecar", self.tracer.role, self.tracer.rank)
+
+    def _sample_gauges(self) -> None:
+        period = self.config.gauge_period_s
+        if period > 0 and time.monotonic() >= self._next_sample:
+            self._next_sample = time.monotonic() + period
+            self.tracer.sample_gauges()
+
+    def _look_for_sidecar(self) -> None:
+        find = self.find_outlet
+        if find is None or self._outlet is not None or self._closed or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + _LOOK_S
+        try:
+            outlet = find(self)
+        except Exception:  # noqa: BLE001  # no sidecar is no failure: the file goes on
+            _LOG.debug("no way to the sidecar", exc_info=True)
+            return
+        if outlet is not None:
+            with self._write_lock:
+                self._drain()
+                self._outlet = outlet
 
     def _ensure_here(self) -> None:
         """On a thread's first record: in a forked child, begin the child's own file and thread."""
         if self._pid == os.getpid() or self._closed:
             return
-        self._write_lock = threading.Lock()
+        self._write_lock = threading.RLock()
         self._wake = threading.Event()
         self.written, self.lost, self._unsaid = 0, {}, {}
-        self._names = {}
-        if self._fd >= 0:
-            os.close(self._fd)
+        self._names, self._outlet = {}, None
+        self._file.close()
+        self.source = new_source()
         self.path = self._base.with_name(f"{self._base.name.removesuffix('.jsonl')}.fork{os.getpid()}.jsonl")
+        self._file = LineFile(self.path)
         with self._write_lock:
             self._open_file()
         self._start_thread()
@@ -191,74 +251,21 @@ class TraceWriter:
     # -- file -----------------------------------------------------------------------------------------------------
 
     def _open_file(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._fd = fd
+        self._file.open()
         self._pid = os.getpid()
-        self._good = os.fstat(fd).st_size
-        if self._epoch_mono is None:  # once: a forked child counts from the same moment
-            self._epoch_mono, self._shared = self._epoch()
-        epoch_mono, shared = self._epoch_mono, self._shared
-        self._expander = Expander(self._pid, epoch_mono, self.config.run)
-        torn = self._good > 0 and os.pread(fd, 1, self._good - 1) != b"\n"
-        lines = [encode_event(event) for event in self._opening(epoch_mono, shared=shared)]
-        self._write(b"\n" * torn + b"".join(lines))
-
-    def _epoch(self) -> tuple[int, bool]:
-        """Return this process's monotonic clock at the run epoch, and whether that is exact (one shared clock)."""
-        config = self.config
-        mono, wall = self._clock.monotonic_ns(), self._clock.wall_ns()
-        if not config.run_epoch_wall_ns:
-            return mono, True
-        same_ns = config.clock_time_ns in (0, time_namespace())
-        if config.run_epoch_mono_ns and config.clock_boot_id and config.clock_boot_id == boot_id() and same_ns:
-            return config.run_epoch_mono_ns, True
-        return mono - (wall - config.run_epoch_wall_ns), False
-
-    def _opening(self, epoch_mono: int, *, shared: bool) -> list[Event]:
-        tracer, config, pid = self.tracer, self.config, self._pid
-        mono, wall = self._clock.monotonic_ns(), self._clock.wall_ns()
-        label = f"{tracer.role}/{tracer.rank}"
-        host = socket.gethostname()
-        meta = {
-            "format": FORMAT,
-            "run": config.run,
-            "role": tracer.role,
-            "rank": tracer.rank,
-            "start": self.start,
-            "incarnation": f"{self.incarnation:016x}",
-            "host": host,
-            "pid": pid,
-            "boot_id": boot_id(),
-            "time_ns": time_namespace(),
-            "run_epoch_wall_ns": config.run_epoch_wall_ns or wall - (mono - epoch_mono),
-            "epoch_mono_ns": epoch_mono,
-            "epoch_clock": "shared" if shared else "wall",
-            "mono_ns": mono,
-            "wall_ns": wall,
-            "level": config.level,
-        }
-        title = f"{label} ({host}, pid {pid})" + (f" start {self.start}" if self.start else "")
-        who = {"role": tracer.role, "rank": tracer.rank}
-        at = self._expander.ts(mono)
-        return [
-            Event("zbus_meta", "M", at, pid=pid, args=meta),
-            Event("process_name", "M", pid=pid, args={"name": title, **who}),
-            Event("process_sort_index", "M", pid=pid, args={"sort_index": tracer.rank, **who}),
-        ]
-
-    def _end_event(self) -> Event:
-        at = self._expander.ts(self._clock.monotonic_ns())
-        return Event("zbus_end", "M", at, pid=self._pid, args=self.counts())
+        if self.epoch is None:  # once: a forked child counts from the same moment
+            self.epoch = run_epoch(self.config, self.clock)
+        self._expander = Expander(self._pid, self.epoch.mono_ns, self.config.run)
+        self._file.append(opening_lines(self.opening_facts(), self._expander))
 
     def _drain(self) -> None:
-        if self._fd < 0 or self._pid != os.getpid():
+        if self._file.fd < 0 or self._pid != os.getpid():
             return
         for ring in self.tracer.rings():
             gone = ring.finished()  # asked first: nothing comes after a yes
             while batch := ring.take(_BLOCK):
                 try:
-                    self._write_batch(batch, ring)
+                    self._put(Block([ThreadPart(ring.tid, _name_of(ring), batch)]), len(batch))
                 except BaseException:  # an interrupt of the caller's thread, say: nothing goes uncounted
                     self._count_lost("interrupted", len(batch))
                     raise
@@ -270,68 +277,52 @@ class TraceWriter:
                 self.tracer.forget(ring)
         self._say_lost()
 
-    def _write_batch(self, batch: list[Record], ring: Ring) -> None:
-        out: list[Event] = []
-        bad = 0
-        self._name_thread(ring, out)
-        expand = self._expander.expand
-        for record in batch:
-            try:
-                expand(record, ring.tid, out)
-            except Exception:  # noqa: BLE001  # a malformed record must not cost its neighbours
-                bad += 1
-        if bad:
-            self._count_lost("malformed", bad)
-        if self._write(encode_events(out)):
-            self.written += len(batch) - bad
-        else:
-            self._names.pop(ring.tid, None)
-            self._count_lost("write_error", len(batch) - bad)
-
-    def _name_thread(self, ring: Ring, out: list[Event]) -> None:
-        thread = ring.thread()
-        name = thread.name if thread is not None else ring.name
-        if self._names.get(ring.tid) == name:
+    def _put(self, block: Block, records: int) -> None:
+        if self._outlet is not None:
+            self._outlet.offer(encode_block(block), records)
             return
-        self._names[ring.tid] = name
-        who = {"role": self.tracer.role, "rank": self.tracer.rank}
-        out.append(Event("thread_name", "M", pid=self._pid, tid=ring.tid, args={"name": name, **who}))
+        lines = expand(block, self._expander, self._names, self._who(), self._pid)
+        if lines.malformed:
+            self._count_lost("malformed", lines.malformed)
+        if self._file.append(lines.data):
+            self.written += records - lines.malformed
+        else:
+            self._names.clear()
+            self._expander.forget_names()
+            self._count_lost("write_error", records - lines.malformed)
+
+    def _who(self) -> dict[str, Any]:
+        return {"role": self.tracer.role, "rank": self.tracer.rank}
 
     def _count_lost(self, reason: str, count: int) -> None:
         self.lost[reason] = self.lost.get(reason, 0) + count
-        entry = self._unsaid.setdefault(reason, [0, self._clock.monotonic_ns()])
+        entry = self._unsaid.setdefault(reason, [0, self.clock.monotonic_ns()])
         entry[0] += count
 
     def _say_lost(self) -> None:
         """Put losses into the file as soon as it takes lines again."""
         for reason, (count, since) in list(self._unsaid.items()):
-            until = self._clock.monotonic_ns()
-            args = {"reason": reason, "lost": count, "since_us": self._expander.ts(since)}
-            args["until_us"] = self._expander.ts(until)
-            if self._write(encode_event(Event("zbus_loss", "M", self._expander.ts(until), pid=self._pid, args=args))):
+            block = Block(losses=[LossLine(reason, count, since, self.clock.monotonic_ns())])
+            if self._outlet is not None:
+                self._outlet.offer(encode_block(block), 0)
+                del self._unsaid[reason]
+            elif self._file.append(expand(block, self._expander, self._names, self._who(), self._pid).data):
                 del self._unsaid[reason]
 
-    def _write(self, data: bytes) -> bool:
-        """Append whole lines; on failure take back the torn part and say so. True: all in the file."""
-        if self._fd < 0:
-            return False
-        view = memoryview(data)
-        try:
-            while view:
-                view = view[os.write(self._fd, view) :]
-        except OSError as error:
-            self._undo(error)
-            return False
-        self._good += len(data)
-        return True
 
-    def _undo(self, error: OSError) -> None:
-        try:
-            os.ftruncate(self._fd, self._good)
-        except OSError:
-            self._good = os.fstat(self._fd).st_size  # a torn line stays; the reader skips it
-        if not self._warned:
-            self._warned = True
-            _LOG.warning(
-                "trace file %s cannot be written (%s): the run goes on, losses are counted", self.path, error.strerror
-            )
+def opening_lines(facts: dict[str, Any], expander: Expander) -> bytes:
+    """Return the lines that open a file, from the args of ``zbus_meta``."""
+    pid, role, rank, start = facts["pid"], facts["role"], facts["rank"], facts["start"]
+    title = f"{role}/{rank} ({facts['host']}, pid {pid})" + (f" start {start}" if start else "")
+    who = {"role": role, "rank": rank}
+    events = [
+        Event("zbus_meta", "M", expander.ts(facts["mono_ns"]), pid=pid, args=facts),
+        Event("process_name", "M", pid=pid, args={"name": title, **who}),
+        Event("process_sort_index", "M", pid=pid, args={"sort_index": rank, **who}),
+    ]
+    return b"".join(map(encode_event, events))
+
+
+def _name_of(ring: Ring) -> str:
+    thread = ring.thread()
+    return thread.name if thread is not None else ring.name

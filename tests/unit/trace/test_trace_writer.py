@@ -87,7 +87,10 @@ def test_a_closed_file_says_how_much_was_recorded(tmp_path):
     assert first["name"] == "zbus_meta"
     assert (first["args"]["role"], first["args"]["rank"], first["args"]["run"]) == ("actor", 0, "e/t")
     assert first["args"]["boot_id"] == boot_id()
-    assert (last["name"], last["args"]) == ("zbus_end", {"recorded": 1, "written": 1, "pending": 0, "lost": {}})
+    assert (last["name"], last["args"]) == (
+        "zbus_end",
+        {"recorded": 1, "written": 1, "pending": 0, "lost": {}, "by": "process"},
+    )
 
 
 def test_process_and_thread_names_carry_role_and_rank(tmp_path):
@@ -229,7 +232,7 @@ def test_a_full_disk_costs_spans_but_never_the_run(tmp_path, monkeypatch, caplog
     real, full = os.write, True
 
     def write(fd, data):
-        if fd == writer._fd and full:
+        if fd == writer._file.fd and full:
             real(fd, bytes(data)[:10])  # what fits
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(fd, data)
@@ -252,6 +255,7 @@ def test_a_full_disk_costs_spans_but_never_the_run(tmp_path, monkeypatch, caplog
         "written": 1,
         "pending": 0,
         "lost": {"write_error": 2},
+        "by": "process",
     }
 
 
@@ -264,7 +268,7 @@ def test_an_interrupt_of_a_save_leaves_nothing_uncounted(tmp_path, monkeypatch):
     def interrupt(events):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("zbus.trace.writer.encode_events", interrupt)
+    monkeypatch.setattr("zbus.trace.blocks.encode_events", interrupt)
     with pytest.raises(KeyboardInterrupt):
         trace.save_perf_tracer(force=True)
     monkeypatch.undo()
@@ -437,9 +441,10 @@ def test_phases_that_never_came_are_left_out(tmp_path):
 
 def test_the_format_is_the_golden_file(tmp_path, monkeypatch):
     """The bytes of a trace file change only on purpose: with the golden file and the format version."""
-    monkeypatch.setattr("zbus.trace.writer.boot_id", lambda: "11111111-2222-3333-4444-555555555555")
-    monkeypatch.setattr("zbus.trace.writer.time_namespace", lambda: 4026531834)
-    monkeypatch.setattr("zbus.trace.writer.socket.gethostname", lambda: "host-a")
+    monkeypatch.setattr("zbus.trace.writer.new_source", lambda: "00112233445566aa")
+    monkeypatch.setattr("zbus.trace.tracefile.boot_id", lambda: "11111111-2222-3333-4444-555555555555")
+    monkeypatch.setattr("zbus.trace.tracefile.time_namespace", lambda: 4026531834)
+    monkeypatch.setattr("zbus.trace.tracefile.socket.gethostname", lambda: "host-a")
     clock = StepClock()
     config = trace.TraceConfig(root=str(tmp_path), run="exp/trial", flush_period_s=10)
     tracer = Tracer("actor", 0, clock=clock)
