@@ -23,6 +23,7 @@ from msgspec import structs
 from controller.context import current_run
 from controller.group import DEFAULT_DEADLINE_S, Group
 from controller.members import Members
+from controller.patience import wait_reminding
 from controller.role import Role
 from controller.scheduling.api import AgentExit, Job, Scheduler
 from controller.startup import agent_error, missing_error
@@ -402,7 +403,7 @@ class Controller:
         def settled() -> bool:
             return not members.missing() or members.first_error() is not None or bool(failures)
 
-        members.wait(settled, max(0.0, deadline - time.monotonic()))
+        wait_reminding(members, scheduler, settled, deadline)
         if failures and members.first_error() is None and members.missing():
             members.wait(lambda: members.first_error() is not None, 0.3)  # an exit record tells more than its agent
         error = members.first_error()
