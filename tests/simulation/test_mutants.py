@@ -169,6 +169,15 @@ def a_gap_is_proof(patch):
         original(self, callee_next, now, effects)
 
 
+@mutant("I6")
+def journal_unread(patch):
+    """The crash journal of a dead worker is not asked."""
+
+    @wrap(patch, CallerLane, "on_dead")
+    def on_dead(original, self, reason, evidence, history):
+        return original(self, reason, evidence)
+
+
 @mutant("I5", "validate")
 def cancelled_but_queued(patch):
     """A cancelled request is answered and stays in the queue."""
@@ -205,6 +214,12 @@ def drain_ignored(patch):
 def guests_may_do_all(patch):
     """A guest may use every lane."""
     patch.setattr(Callee, "_may_use", lambda self, session, lane: True)
+
+
+@mutant("P8")
+def orphans_lost(patch):
+    """What a superseded controller had not taken is thrown away."""
+    patch.setattr(Callee, "_add_orphan", lambda self, session_id, session, lane, run: None)
 
 
 @mutant("I1")

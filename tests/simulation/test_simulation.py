@@ -36,7 +36,7 @@ outcome: NOT_EXECUTED lease · outcome: NOT_EXECUTED predecessor · outcome: NOT
 outcome: NOT_EXECUTED shutdown · outcome: NOT_EXECUTED worker_exit · outcome: OK · outcome: UNKNOWN deadline
 outcome: UNKNOWN fenced · outcome: UNKNOWN lease · outcome: UNKNOWN shutdown · outcome: UNKNOWN worker_exit
 peer: connecting handshaking · peer: handshaking ready · peer: ready suspect · peer: suspect ready · peer: ready dead
-refused: FENCED_EPOCH dead · refused: FENCED_EPOCH ready · refused: FENCED_INCARNATION suspect
+orphan · refused: FENCED_EPOCH dead · refused: FENCED_EPOCH ready · refused: FENCED_INCARNATION suspect
 """
 
 

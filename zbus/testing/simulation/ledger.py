@@ -7,10 +7,11 @@ I9 bounds, I10 a quiet run sends nothing twice, I11 the living are READY again a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, NoReturn
 
-from zbus.protocol.messages import Buffers, Execute, Outcome, OutcomeKind
+from zbus.protocol.callee import Orphan
+from zbus.protocol.messages import Buffers, Execute, Kind, Outcome, OutcomeKind, Status
 
 __all__ = ["Call", "Ledger", "Violation", "broken"]
 
@@ -188,6 +189,30 @@ class Ledger:
                 )
             if call.stream and kind is OutcomeKind.OK and call.chunks != call.said:
                 broken("I4", f"{call!r} is told OK after {call.chunks} of {call.said} items")
+
+    def check_orphans(self, incarnation: int, orphans: Sequence[Orphan], superseded: Collection[bytes]) -> None:
+        """Check what a living worker keeps of superseded controllers for their successor.
+
+        Args:
+            incarnation: Which worker.
+            orphans: What it keeps.
+            superseded: Sessions of lower epochs that it knew and that did not say BYE.
+        """
+        kept = set()
+        for orphan in orphans:
+            for header, buffers in orphan.replies:
+                key = (incarnation, orphan.session, orphan.lane, header.seq)
+                call = self.calls[key]
+                kept.add(key)
+                self.covered["orphan"] += 1
+                ran = header.kind in (Kind.RESULT, Kind.END) or header.status == Status.APP_ERROR
+                if ran != bool(call.ended) or (call.result and call.result[1] != bytes(buffers[0])):
+                    broken("P8", f"{call!r} is kept as {header}, it ended with {call.result}")
+        for key, call in self.calls.items():
+            if key[0] != incarnation or key[1] not in superseded or key[2] == "ctl":
+                continue
+            if call.ended and call.outcome is None and key not in kept:
+                broken("P8", f"{call!r} ended, its controller died without the outcome, and it is not kept")
 
     def check_end(self, alive: Mapping[bytes, bool]) -> None:
         """Check what must hold when everything is quiet; ``alive`` tells which sessions' callers live."""

@@ -114,6 +114,15 @@ class SimWorker:
         lanes = [history(session, lane, marks) for (session, lane), marks in self.marks.items()]
         return JournalReport(complete=True, lanes=lanes)
 
+    def check_orphans(self) -> None:
+        """Check what is kept of superseded controllers."""
+        superseded = {
+            controller.session
+            for controller in self.world.controllers
+            if 0 < controller.epoch < self.highest_epoch and controller.session not in self.byes
+        }
+        self.world.ledger.check_orphans(self.incarnation, self.callee.orphans(), superseded)
+
     def _ring(self, request: Execute) -> LaneRing:
         marks = self.marks.get((request.session, request.lane))
         if marks is None:

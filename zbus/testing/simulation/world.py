@@ -118,6 +118,9 @@ class World:
                 broken("I9", f"{events} events and no end: a storm of messages")
         self.events = events
         self.ledger.check_end({controller.session: controller.alive for controller in self.controllers})
+        for worker in self.workers:
+            if worker.alive and self.knobs.takeovers:
+                worker.check_orphans()
         if self.knobs.faultless:
             self._check_calm()
 
