@@ -62,7 +62,7 @@ def no_dedup_while_running(patch):
         original(self, header, buffers, session, lane, now, effects)
 
 
-@mutant("I7")
+@mutant("I7", "P8")
 def epoch_ignored(patch):
     """A lower epoch is obeyed."""
 
@@ -72,7 +72,7 @@ def epoch_ignored(patch):
         return original(self, header._replace(epoch=min(header.epoch, 1)), now)
 
 
-@mutant("I7")
+@mutant("I7", "P8")
 def queue_of_the_old_epoch_kept(patch):
     """What the replaced controller had queued still runs."""
 
