@@ -69,6 +69,8 @@ EXIT_TERMINATED: Final = 143
 _ORPHAN_GRACE_S: Final = 1.0
 _TICK_S: Final = 1.0
 _DRAIN_S: Final = 5.0
+_HINTS_S: Final = (0.05, 0.5, 1.0)
+"""When a new rank is hinted at: it takes that long to publish its record, and a look gives up after half a second."""
 _NS: Final = 1_000_000_000
 _SHORTAGES: Final = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
@@ -522,6 +524,12 @@ class Agent:
             self._spawn_failed(spec.rank, "its process vanished")
             return
         log.info("%s/%d runs: pid %d, start %d", spec.role, spec.rank, pid, spec.start)
+        if self._control is not None:  # so that a rank that returns need not wait for the next look at everything
+            control = self._control
+            for delay_s in _HINTS_S:
+                self._background.submit(
+                    lambda: control.started(spec.role, spec.rank, spec.incarnation), delay_s=delay_s
+                )
         self._feed(Spawned(spec.rank))
 
     # -- exits ---------------------------------------------------------------------------------------------------------

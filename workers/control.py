@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from zbus.discovery.announcer import Announcer
+from zbus.discovery.hints import Hint, HintKind
 from zbus.ids import Incarnation, WorkerName
 from zbus.registry.records import AgentRecord, EpochRecord, ExitRecord, Records
 from zbus.runtime.executor import Executor
@@ -88,6 +89,10 @@ class AgentControl:
         self.ctl = [self._server.bind("ctl", endpoint) for endpoint in wanted]
         self._server.start()
         self._announcer = Announcer(self._factory, int.from_bytes(os.urandom(8), "big"), records=records)
+
+    def started(self, role: str, rank: int, incarnation: int) -> None:
+        """Hint that a worker's record is about to be there. Any thread."""
+        self._announcer.announce(Hint(HintKind.JOIN, role, rank, incarnation))
 
     def exited(self, record: ExitRecord) -> None:
         """Hint that an exit record is there."""
