@@ -232,7 +232,7 @@ class Controller:
 
     def save_perf_tracer(self, step: int | None = None, force: bool = False) -> None:  # founding spelling  # noqa: FBT001, FBT002
         """Have every process write its trace now, if ``step`` is due. No call is made where nothing is traced."""
-        if not control.tracers() and not force:
+        if not force and not any(tracer.rpc or tracer.sessions is not None for tracer in control.tracers()):
             return
         control.save_perf_tracer(step, force)
         for name in self.roles:
@@ -347,7 +347,9 @@ class Controller:
         client = self._client = Client(session=session, epoch=epoch.epoch, factory=factory)  # type: ignore[arg-type]  # a NewType of bytes
         closers.callback(client.close)
         made = entries(epoch.epoch)
-        members = self._members = Members(client, records, made, create_timeout_s=config.rpc.create_timeout)
+        members = self._members = Members(
+            client, records, made, create_timeout_s=config.rpc.create_timeout, read_journal=self._read_journal
+        )
         closers.callback(members.close)
         directory = Directory(
             records, factory=factory, hub=(hub.pub_endpoints, hub.sub_endpoints), on_event=members.on_event
@@ -358,6 +360,11 @@ class Controller:
             records.publish_job(record)
         self._placer, self._rosters = client, members.roles
         return members, directory
+
+    def _read_journal(self, worker: WorkerRecord) -> JournalReport | None:
+        """Read what a worker of this host left, for want of an agent's word."""
+        path = journal_file(self.trial.path, worker.role, worker.rank, worker.start)
+        return read_journal(path, worker.incarnation)
 
     def _schedule(self, plan: _Plan) -> tuple[Scheduler, list[AgentExit]]:
         failures: list[AgentExit] = []

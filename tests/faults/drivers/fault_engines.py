@@ -78,6 +78,10 @@ class Victim(zbus.Engine):
     def do_raise(self, argument: str) -> None:
         raise ValueError(argument)
 
+    def do_counted(self, argument: str) -> None:
+        self.counted += 1
+        raise ValueError(argument)
+
     def do_sysexit(self, argument: str) -> None:
         sys.exit(int(argument))
 
