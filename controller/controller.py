@@ -34,10 +34,12 @@ from zbus.config import Config, RoleConfig, TrialDir
 from zbus.discovery.directory import Directory
 from zbus.errors import ConfigError, TrialError, Unavailable, ZbusError
 from zbus.ids import WorkerName, new_session
+from zbus.protocol.journal import JournalReport
 from zbus.protocol.messages import Outcome, OutcomeKind
 from zbus.registry.file import FileRegistry
 from zbus.registry.lease import LeaseRenewer
-from zbus.registry.records import EpochRecord, JobRecord, Records
+from zbus.registry.records import EpochRecord, JobRecord, Records, WorkerRecord
+from zbus.runtime.journal import journal_file, read_journal
 from zbus.runtime.processes import boot_id, start_time
 from zbus.trace import control
 from zbus.trace.config import TraceConfig
