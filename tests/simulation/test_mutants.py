@@ -8,6 +8,7 @@ from zbus.protocol.callee import Callee, RunState
 from zbus.protocol.caller import CallerLane
 from zbus.protocol.messages import Finish, Kind, Outcome, OutcomeKind, SendTo, Status
 from zbus.testing.simulation import run_seeds
+from zbus.testing.simulation.ledger import Ledger
 
 MUTANTS = {}
 LIMIT = 20_000
@@ -62,9 +63,10 @@ def no_dedup_while_running(patch):
         original(self, header, buffers, session, lane, now, effects)
 
 
-@mutant("I7", "P8")
+@mutant("I7")
 def epoch_ignored(patch):
     """A lower epoch is obeyed."""
+    patch.setattr(Ledger, "check_orphans", lambda *arguments: None)  # which notices as well
 
     @wrap(patch, Callee, "hello")
     def hello(original, self, header, now):
@@ -72,9 +74,10 @@ def epoch_ignored(patch):
         return original(self, header._replace(epoch=min(header.epoch, 1)), now)
 
 
-@mutant("I7", "P8")
+@mutant("I7")
 def queue_of_the_old_epoch_kept(patch):
     """What the replaced controller had queued still runs."""
+    patch.setattr(Ledger, "check_orphans", lambda *arguments: None)  # which notices as well
 
     @wrap(patch, Callee, "_retire")
     def retire(original, self, session_id, session, effects):
