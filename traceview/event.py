@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import json
 import math
+from decimal import Decimal
 from typing import Any, Final
 
 import msgspec
 
 from traceview.problems import Problems
 
-__all__ = ["NO_ARGS", "PHASES", "Event", "Repairer", "decode_event", "encode_args", "encode_event"]
+__all__ = [
+    "NO_ARGS",
+    "PHASES",
+    "Event",
+    "Repairer",
+    "args_of",
+    "decode_event",
+    "decode_events",
+    "decode_lines",
+    "encode_args",
+    "encode_event",
+    "encode_events",
+    "exact_float",
+]
 
 NO_ARGS: Final = msgspec.Raw(b"")
 PHASES: Final = frozenset("XBEiIMCbensftSTpFPNODRcvV(,)")
@@ -22,6 +36,7 @@ PHASES: Final = frozenset("XBEiIMCbensftSTpFPNODRcvV(,)")
 
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 _MAX_RESCANS: Final = 8
+_LONG_NUMBER: Final = 17
 
 
 class Event(msgspec.Struct, omit_defaults=True, gc=False):
@@ -52,7 +67,14 @@ class Event(msgspec.Struct, omit_defaults=True, gc=False):
 decode_event = msgspec.json.Decoder(Event).decode
 """Decode one line; raises ``msgspec.DecodeError`` for anything but a well-typed event object."""
 
+decode_lines = msgspec.json.Decoder(Event).decode_lines
+"""As ``decode_event`` for many lines at once."""
+
+decode_events = msgspec.json.Decoder(list[Event]).decode
+"""As ``decode_event`` for a JSON array."""
+
 encode_event = msgspec.json.Encoder().encode
+encode_events = encode_event
 _decode_any = msgspec.json.Decoder().decode
 
 
@@ -61,20 +83,33 @@ def encode_args(args: Any) -> msgspec.Raw:
     return msgspec.Raw(encode_event(_plain(args))) if args else NO_ARGS
 
 
+def args_of(event: Event) -> dict[str, Any]:
+    """Return the args of an event, decoded; empty if it has none that are an object."""
+    if event.args is NO_ARGS:
+        return {}
+    try:
+        args = _decode_any(event.args)
+    except msgspec.DecodeError:
+        return {}
+    return args if isinstance(args, dict) else {}
+
+
 class Repairer:
     """Makes events of what the fast path refused; one per file.
 
     Args:
         path: Shown in problems.
         problems: Where every repair and drop is counted.
+        base_us: Subtracted from all times, before they are rounded to floating point.
     """
 
-    def __init__(self, path: str, problems: Problems) -> None:
+    def __init__(self, path: str, problems: Problems, base_us: int = 0) -> None:
+        self.base_us = base_us
         self._path = path
         self._problems = problems
         self._ids: dict[str, int] = {}
         self._constants = 0
-        self._decoder = json.JSONDecoder(strict=False, parse_constant=self._constant)
+        self._decoder = json.JSONDecoder(strict=False, parse_constant=self._constant, parse_float=exact_float)
         self.names: dict[int, str] = {}
         """Ids given to textual pids and tids, with their text."""
 
@@ -166,10 +201,10 @@ class Repairer:
             except ValueError:
                 return None
             self._problems.add("ZT0108", f"text_{key}", f"{where} has {key} as text: read as a number")
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
             return None
         try:
-            number = float(value)
+            number = float(value - self.base_us) if key == "ts" and self.base_us else float(value)
         except OverflowError:
             return None
         return number if math.isfinite(number) else None
@@ -186,6 +221,11 @@ class Repairer:
             self._constants = 0
 
 
+def exact_float(text: str) -> float | Decimal:
+    """Return a JSON number with fraction; as Decimal where floating point would lose digits that times have."""
+    return float(text) if len(text) < _LONG_NUMBER else Decimal(text)
+
+
 def _text(value: Any) -> str:
     text = value if isinstance(value, str) else str(value)
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
@@ -198,6 +238,8 @@ def _plain(value: Any) -> Any:
         return {_text(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list):
         return [_plain(v) for v in value]
+    if isinstance(value, Decimal):
+        return float(value)
     if isinstance(value, int) and not _INT_MIN <= value <= _INT_MAX:
         return str(value)
     return value

@@ -7,7 +7,12 @@ nest into one another, however their times fall.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Final
+
 __all__ = ["Lanes"]
+
+_NEVER: Final = 1 << 62
 
 
 class Lanes:
@@ -17,13 +22,19 @@ class Lanes:
 
     def __init__(self) -> None:
         self._stacks: list[list[int]] = []  # ends of the open spans of a row, outermost first
-        self._owner: list[str] = []  # the track a row belongs to, until another one takes it over
-        self._home: dict[str, int] = {}  # track -> the row it used last, while it owns it
+        self._owner: list[Hashable] = []  # the track a row belongs to, until another one takes it over
+        self._home: dict[Hashable, int] = {}  # track -> the row it used last, while it owns it
 
     def __len__(self) -> int:
         return len(self._stacks)
 
-    def place(self, start: int, end: int, track: str) -> int:
+    def reserve(self, rows: int) -> None:
+        """Leave rows below this number to somebody else: new ones come behind."""
+        while len(self._stacks) < rows:
+            self._stacks.append([_NEVER])
+            self._owner.append(None)
+
+    def place(self, start: int, end: int, track: Hashable) -> int:
         """Return the row (0, 1, …) for a span and remember it there."""
         home = self._home.get(track)
         if home is not None:
@@ -35,7 +46,7 @@ class Lanes:
                 return home
         return self._find(start, end, track)
 
-    def at(self, start: int, track: str) -> int:
+    def at(self, start: int, track: Hashable) -> int:
         """Return the row where ``track`` has a span open at ``start``, else row 0."""
         home = self._home.get(track)
         if home is None:
@@ -45,7 +56,7 @@ class Lanes:
             stack.pop()
         return home if stack else 0
 
-    def _find(self, start: int, end: int, track: str) -> int:
+    def _find(self, start: int, end: int, track: Hashable) -> int:
         for row, stack in enumerate(self._stacks):
             while stack and stack[-1] <= start:
                 stack.pop()
@@ -60,7 +71,7 @@ class Lanes:
         self._home[track] = len(self._stacks) - 1
         return len(self._stacks) - 1
 
-    def _take(self, row: int, track: str) -> None:
+    def _take(self, row: int, track: Hashable) -> None:
         before = self._owner[row]
         if self._home.get(before) == row:
             del self._home[before]

@@ -30,6 +30,7 @@ CODES: Final = {
     "ZT0113": "two processes wrote one file",
     "ZT0114": "the output cannot be written",
     "ZT0115": "the trace data is incomplete and --strict was given",
+    "ZT0116": "the output is larger than viewers like",
 }
 """Every code of traceview with its meaning."""
 
@@ -81,10 +82,12 @@ class Problems:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     first: list[Warned] = field(default_factory=list)
 
-    def add(self, code: str, kind: str, text: str, count: int = 1) -> None:
-        """Count a problem; keep and tell its place if it is among the first of its kind."""
+    def add(self, code: str, kind: str, text: str, count: int = 1, *, shown: bool = True) -> None:
+        """Count a problem; keep and tell its place if it is among the first of its kind (``shown``: may be)."""
         seen = self.counts[code, kind]
         self.counts[code, kind] = seen + count
+        if not shown:
+            return
         places = sum(1 for w in self.first if w.kind == kind and w.code == code)
         if places < self.keep:
             warned = Warned(code, kind, text)

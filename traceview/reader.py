@@ -12,16 +12,26 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import IO, Final
 
 import msgspec
 
-from traceview.event import Event, Repairer, decode_event
+from traceview.event import Event, Repairer, args_of, decode_event, decode_lines, encode_args, exact_float
 from traceview.problems import InputError, Problems
 
-__all__ = ["Source", "default_output", "find_sources", "read_batches", "read_events", "source_identity"]
+__all__ = [
+    "Blocks",
+    "Source",
+    "default_output",
+    "find_files",
+    "find_sources",
+    "read_batches",
+    "read_bytes",
+    "read_events",
+    "source_identity",
+]
 
 _CHUNK: Final = 1 << 20
 _BATCH: Final = 4096
@@ -29,9 +39,11 @@ _MAX_LINE: Final = 64 << 20
 _MAX_OBJECT: Final = 16 << 20
 _GZIP: Final = b"\x1f\x8b"
 _ZSTD: Final = b"\x28\xb5\x2f\xfd"
-_RANK_FILE: Final = re.compile(r"traces?[_-]r?(\d+)(?:\.(\d+))?(?:\.fork(\d+))?\.jsonl?(?:\.gz)?$")
-_LISTED: Final = (".jsonl", ".jsonl.gz")
-_NAMED: Final = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+_RANK_FILE: Final = re.compile(r"(?:traces?|sessions?)[_-]r?(\d+)(?:\.(\d+))?(?:\.fork(\d+))?(?:\.spill)?\.jsonl?(?:\.gz|\.zst)?$")
+_SPILL: Final = re.compile(r"\.spill(?=\.jsonl)")
+_LISTED: Final = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+_NAMED: Final = (*_LISTED, ".json", ".json.gz", ".json.zst")
+_BLOCK_MARK: Final = b'"zbus_block"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +54,28 @@ class Source:
         path: To open.
         label: To show: relative to the input the user named.
         role, rank: As far as the path tells; None where it does not.
+        spill: A second file of the same process, to be read after this one.
     """
 
     path: Path
     label: str
     role: str | None = None
     rank: int | None = None
+    spill: Path | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether the content is compressed, by its first bytes."""
+        try:
+            with self.path.open("rb") as file:
+                head = file.read(4)
+        except OSError:
+            return False
+        return head.startswith((_GZIP, _ZSTD))
 
 
 def find_sources(inputs: Iterable[str], problems: Problems, *, exclude: Path | None = None) -> list[Source]:
-    """Return the files behind ``inputs``: files, directories, trial directories or globs; each file once.
+    """Return the trace files behind ``inputs``: files, directories, trial directories or globs; each file once.
 
     Args:
         inputs: As typed by the user.
@@ -61,11 +85,22 @@ def find_sources(inputs: Iterable[str], problems: Problems, *, exclude: Path | N
     Raises:
         InputError: An input does not exist or matches nothing, or no trace file is found at all.
     """
+    sources = find_files(inputs, problems, exclude=exclude)
+    if not sources:
+        msg = f"no trace files in {', '.join(inputs)}"
+        raise InputError(msg, hint="give a trial directory, a directory with traces_*.jsonl, a glob or files")
+    return _with_spills(sources)
+
+
+def find_files(
+    inputs: Iterable[str], problems: Problems, *, exclude: Path | None = None, sessions: bool = False
+) -> list[Source]:
+    """Return the trace files, or the session files, behind ``inputs``; as ``find_sources``, but may be empty."""
     seen: set[tuple[int, int]] = set()
     sources: list[Source] = []
     skip = exclude.absolute() if exclude is not None else None
     for text in inputs:
-        for path, base in _expand(text):
+        for path, base in _expand(text, sessions=sessions):
             if skip is not None and path.absolute() == skip:
                 continue
             try:
@@ -77,10 +112,18 @@ def find_sources(inputs: Iterable[str], problems: Problems, *, exclude: Path | N
                 seen.add((stat.st_dev, stat.st_ino))
                 label = os.path.relpath(path, base) if base else str(path)
                 sources.append(Source(path, label, *source_identity(path)))
-    if not sources:
-        msg = f"no trace files in {', '.join(inputs)}"
-        raise InputError(msg, hint="give a trial directory, a directory with traces_*.jsonl, a glob or files")
     return sorted(sources, key=lambda s: (s.role != "controller", s.role or "", s.rank or 0, s.label))
+
+
+def _with_spills(sources: list[Source]) -> list[Source]:
+    """Put each spill to the file of its process."""
+    by_path = {source.path.absolute(): source for source in sources}
+    for source in sources:
+        main = by_path.get(source.path.absolute().with_name(_SPILL.sub("", source.path.name)))
+        if main is not None and main.path != source.path:
+            by_path[main.path.absolute()] = replace(main, spill=source.path)
+            del by_path[source.path.absolute()]
+    return list(by_path.values())
 
 
 def default_output(inputs: list[str]) -> Path:
@@ -106,21 +149,37 @@ def read_events(source: Source, problems: Problems) -> Iterator[Event]:
         yield from batch
 
 
-def read_batches(source: Source, problems: Problems) -> Iterator[list[Event]]:
-    """Yield the same as ``read_events``, some thousands at a time."""
-    repairer = Repairer(source.label, problems)
+class Blocks:
+    """The blocks of a process that were read already: a sidecar's file and a spill may both hold one."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, int]] = set()
+        self.doubled = 0
+
+
+def read_batches(
+    source: Source, problems: Problems, base_us: int = 0, blocks: Blocks | None = None
+) -> Iterator[list[Event]]:
+    """Yield the same as ``read_events``, some thousands at a time.
+
+    Args:
+        source: The file; its spill is not read.
+        problems: Told of damage.
+        base_us: Subtracted from all times, exactly.
+        blocks: Blocks to skip; those of this file are added.
+    """
+    repairer = Repairer(source.label, problems, base_us)
     count = 0
     before = problems.counts["ZT0104", "other_records"]
     try:
-        for batch in _batches(source, problems, repairer):
+        for batch in _batches(source, problems, repairer, blocks or Blocks()):
             count += len(batch)
             yield batch
     except OSError as error:
         problems.add("ZT0102", "unreadable", f"{source.label} cannot be read: {error.strerror}")
         return
     for number, text in repairer.names.items():
-        for name in ("process_name", "thread_name"):
-            yield [Event(name, "M", pid=number, tid=number, args=msgspec.Raw(json.dumps({"name": text}).encode()))]
+        yield [Event("text_id", "M", pid=number, tid=number, args=encode_args({"name": text}))]
     if not count and problems.counts["ZT0104", "other_records"] == before:
         problems.add("ZT0103", "no_events", f"{source.label} holds no events")
 
@@ -133,12 +192,12 @@ def _trace_root(directory: Path) -> Path:
     return traces if traces.is_dir() else directory
 
 
-def _expand(text: str) -> list[tuple[Path, Path | None]]:
+def _expand(text: str, *, sessions: bool = False) -> list[tuple[Path, Path | None]]:
     """Return (file, base of its label) for one input."""
     path = Path(text)
     if path.is_dir():
         root = _trace_root(path)
-        return [(file, path) for file in _walk(root)]
+        return [(file, path) for file in _walk(root, sessions=sessions)]
     if path.exists():
         return [(path, None)]
     matches = sorted(glob.glob(text, recursive=True))  # noqa: PTH207  # absolute patterns too
@@ -148,56 +207,79 @@ def _expand(text: str) -> list[tuple[Path, Path | None]]:
     found: list[tuple[Path, Path | None]] = []
     for match in map(Path, matches):
         if match.is_dir():
-            found.extend((file, match) for file in _walk(match))
+            found.extend((file, match) for file in _walk(match, sessions=sessions))
         elif match.name.endswith(_NAMED):
             found.append((match, None))
     return found
 
 
-def _walk(root: Path) -> Iterator[Path]:
+def _walk(root: Path, *, sessions: bool = False) -> Iterator[Path]:
     for directory, folders, names in os.walk(root):
         folders.sort()
         for name in sorted(names):
-            if name.endswith(_LISTED) and not name.startswith((".", "sessions")):
+            if name.endswith(_LISTED) and not name.startswith(".") and name.startswith("sessions") == sessions:
                 yield Path(directory) / name
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------
 
 
-def _chunks(source: Source, problems: Problems) -> Iterator[bytes]:
-    """Yield the content in pieces; gz is told by its first bytes, never by the name."""
+def read_bytes(source: Source, problems: Problems) -> Iterator[bytes]:
+    """Yield the content in pieces; compression is told by its first bytes, never by the name.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     with source.path.open("rb", buffering=0) as file:
         data = file.read(_CHUNK)
         if data.startswith(_ZSTD):
-            problems.add("ZT0102", "zstd", f"{source.label} is zstd-compressed: decompress it first")
-            return
-        if not data.startswith(_GZIP):
+            yield from _inflate_zstd(source, file, problems)
+        elif data.startswith(_GZIP):
+            yield from _inflate_gz(source, data, file, problems)
+        else:
             while data:
                 yield data
                 data = file.read(_CHUNK)
-            return
-        inflate = zlib.decompressobj(31)
-        try:
-            while data:
-                out = inflate.decompress(data, _CHUNK)
-                if out:
-                    yield out
-                data = inflate.unconsumed_tail or inflate.unused_data
-                if inflate.eof:
-                    data = (data or file.read(_CHUNK)).lstrip(b"\0")
-                    inflate = zlib.decompressobj(31)
-                elif not data:
-                    data = file.read(_CHUNK)
-                    if not data:
-                        yield inflate.flush()
-                        problems.add("ZT0107", "truncated_gz", f"{source.label} cut off inside its gzip stream")
-        except zlib.error as error:
-            problems.add("ZT0107", "bad_gz", f"{source.label} has a damaged gzip stream ({error}), rest ignored")
 
 
-def _batches(source: Source, problems: Problems, repairer: Repairer) -> Iterator[list[Event]]:
-    chunks = _chunks(source, problems)
+def _inflate_gz(source: Source, data: bytes, file: IO[bytes], problems: Problems) -> Iterator[bytes]:
+    inflate = zlib.decompressobj(31)
+    try:
+        while data:
+            out = inflate.decompress(data, _CHUNK)
+            if out:
+                yield out
+            data = inflate.unconsumed_tail or inflate.unused_data
+            if inflate.eof:
+                data = (data or file.read(_CHUNK)).lstrip(b"\0")
+                inflate = zlib.decompressobj(31)
+            elif not data:
+                data = file.read(_CHUNK)
+                if not data:
+                    yield inflate.flush()
+                    problems.add("ZT0107", "truncated_gz", f"{source.label} cut off inside its gzip stream")
+    except zlib.error as error:
+        problems.add("ZT0107", "bad_gz", f"{source.label} has a damaged gzip stream ({error}), rest ignored")
+
+
+def _inflate_zstd(source: Source, file: IO[bytes], problems: Problems) -> Iterator[bytes]:
+    try:
+        import zstandard
+    except ImportError:
+        text = f"{source.label} is zstd-compressed: install the package zstandard, or decompress it first"
+        problems.add("ZT0102", "zstd", text)
+        return
+    file.seek(0)
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) as reader:
+            while data := reader.read(_CHUNK):
+                yield data
+    except zstandard.ZstdError as error:
+        problems.add("ZT0107", "bad_zstd", f"{source.label} has a damaged zstd stream ({error}), rest ignored")
+
+
+def _batches(source: Source, problems: Problems, repairer: Repairer, blocks: Blocks) -> Iterator[list[Event]]:
+    chunks = read_bytes(source, problems)
     head = b""
     for chunk in chunks:  # enough to tell the kind
         head += chunk
@@ -206,7 +288,7 @@ def _batches(source: Source, problems: Problems, repairer: Repairer) -> Iterator
     start = head.lstrip(b"\xef\xbb\xbf \r\n\t\0")
     if _is_document(start):
         return _document(start, chunks, source, problems, repairer)
-    return _lines(head, chunks, source, problems, repairer)
+    return _lines(_whole_lines(_chain(head, chunks), source, problems), source, problems, repairer, blocks)
 
 
 def _is_document(start: bytes) -> bool:
@@ -225,33 +307,86 @@ def _is_document(start: bytes) -> bool:
     return "traceEvents" in first
 
 
+def _whole_lines(chunks: Iterator[bytes], source: Source, problems: Problems) -> Iterator[bytes]:
+    """Yield pieces that end at the end of a line; only the last may not."""
+    rest: list[bytes] = []
+    held = 0
+    for chunk in chunks:
+        cut = chunk.rfind(b"\n") + 1
+        if cut:
+            yield b"".join((*rest, chunk[:cut])) if rest else chunk[:cut]
+            rest, held = [], 0
+        if cut < len(chunk):
+            rest.append(chunk[cut:])
+            held += len(chunk) - cut
+        if held > _MAX_LINE:
+            problems.add("ZT0107", "bad_line", f"{source.label} has a line longer than 64 MiB, skipped")
+            rest, held = [], 0
+    if rest:
+        yield b"".join(rest)
+
+
 def _lines(
-    head: bytes, chunks: Iterator[bytes], source: Source, problems: Problems, repairer: Repairer
+    pieces: Iterator[bytes], source: Source, problems: Problems, repairer: Repairer, blocks: Blocks
 ) -> Iterator[list[Event]]:
-    number = others = 0
-    rest = b""
-    for chunk in _chain(head, chunks):
-        lines = (rest + chunk).split(b"\n")
-        rest = lines.pop()
+    number = others = skip = 0
+    for piece in pieces:
+        if skip or _BLOCK_MARK in piece:
+            lines, skip = _first_only(piece, blocks, skip)
+            piece = b"".join(lines)  # noqa: PLW2901  # the same piece without what was read before
+        quick = None if repairer.base_us else _quick(piece)
+        if quick is not None:
+            number += piece.count(b"\n")
+            yield quick
+            continue
         batch: list[Event] = []
-        for line in lines:
+        for line in piece.split(b"\n")[: -1 if piece.endswith(b"\n") else None]:
             number += 1
-            event = _fast(line)
+            event = None if repairer.base_us else _fast(line)
             if event is not None:
                 batch.append(event)
             elif _is_other(line):
                 others += 1
             else:
-                batch.extend(repairer.line(line, number, last=False))
+                last = not piece.endswith(b"\n") and piece.endswith(line)
+                batch.extend(repairer.line(line, number, last=last))
         yield batch
-        if len(rest) > _MAX_LINE:
-            problems.add("ZT0107", "bad_line", f"{source.label}:{number + 1} is longer than 64 MiB, skipped")
-            rest = b""
     if others:
         problems.add("ZT0104", "other_records", f"{source.label} holds {others} records that are no events, skipped")
-    if rest.strip():
-        event = _fast(rest)
-        yield [event] if event is not None else repairer.line(rest, number + 1, last=True)
+
+
+def _first_only(piece: bytes, blocks: Blocks, skip: int) -> tuple[list[bytes], int]:
+    """Return the lines but those of blocks read before, and how many bytes of the next piece to skip."""
+    kept: list[bytes] = []
+    for line in piece.splitlines(keepends=True):
+        if skip > 0 and _BLOCK_MARK not in line:
+            skip -= len(line)
+            continue
+        skip = 0
+        if _BLOCK_MARK in line and (event := _fast(line)) is not None and event.name == "zbus_block":
+            args = args_of(event)
+            key = (str(args.get("source")), args.get("seq", -1))
+            if key in blocks.seen and isinstance(args.get("bytes"), int):
+                blocks.doubled += 1
+                skip = args["bytes"]
+                continue
+            blocks.seen.add(key)
+        kept.append(line)
+    return kept, skip
+
+
+def _quick(piece: bytes) -> list[Event] | None:
+    """Return the events of a piece without any fault, or None: then each line needs a closer look."""
+    try:
+        events = decode_lines(piece)
+        if not piece.isascii():
+            piece.decode()
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    for event in events:
+        if event.ph not in _FAST_PHASES or (event.ts is None and event.ph != "M"):
+            return None
+    return events
 
 
 _FAST_PHASES: Final = frozenset("XMCiIBEbenstf")
@@ -320,7 +455,7 @@ class _Scanner:
     def __init__(self, head: bytes, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
         self._text = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decoder = json.JSONDecoder(strict=False, parse_constant=lambda _: None)
+        self._decoder = json.JSONDecoder(strict=False, parse_constant=lambda _: None, parse_float=exact_float)
         self._buffer = self._text.decode(head)
         self._at = 0
 

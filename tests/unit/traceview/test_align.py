@@ -9,7 +9,7 @@ def test_processes_of_one_boot_and_time_namespace_share_a_clock_exactly():
     """The shift between two of them is the difference of their epochs on the one monotonic clock."""
     controller = Anchor(0, "controller", clock=BOOT, epoch_mono_ns=1_000, epoch_wall_ns=5_000)
     actor = Anchor(0, "actor", clock=BOOT, epoch_mono_ns=1_700, epoch_wall_ns=999_999)
-    assert align([actor, controller]) == [Shift(700, "shared"), Shift(0, "reference")]
+    assert align([actor, controller]) == [Shift(700, "shared", 0), Shift(0, "reference", 0)]
 
 
 def test_another_host_is_matched_by_wall_clock_and_says_so():

@@ -12,7 +12,6 @@ import pytest
 from traceview.merge import MergeReport, merge
 from traceview.problems import InputError, OutputError
 from traceview.reader import default_output
-from traceview.sorting import Sorter
 from zbus import trace
 from zbus.trace.tracer import Tracer
 from zbus.trace.writer import TraceWriter
@@ -311,7 +310,7 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(tmp_path, monkeypatch):
     def write(fd, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("traceview.chrome.os.write", write)
+    monkeypatch.setattr("traceview.output.os.write", write)
     with pytest.raises(OutputError, match="No space left") as error:
         run(tmp_path)
     monkeypatch.undo()
@@ -331,17 +330,6 @@ def test_spilled_runs_give_the_same_order_as_memory(tmp_path):
     assert len(slices(whole)) == count
     assert sorted(p.name for p in tmp_path.iterdir()) == ["actor", "out.json"]
     assert overlaps(whole) == 0
-
-
-def test_a_sorter_that_is_closed_early_leaves_no_file(tmp_path):
-    """An error in the middle of a merge leaves no spill behind."""
-    from traceview.event import Event
-
-    sorter = Sorter(tmp_path, run_events=2)
-    for n in range(5):
-        sorter.add(n, n, Event(f"{n}", "i"))
-    sorter.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_async_ids_stay_within_their_process(tmp_path):
