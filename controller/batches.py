@@ -106,6 +106,7 @@ class BatchBuilder:
                 payloads=encode_calls(calls, snapshot=True),
                 encoded_ns=time.monotonic_ns(),
                 number=next(core.numbers),
+                line=core.line,
                 methods=tuple(spec.name for spec, _, _ in self._calls),
                 deadline_s=self._deadline_s or self._view.deadline_s or sum(deadlines) or core.deadline_s,
                 strict=self._strict or any(spec.strict for spec, _, _ in self._calls),

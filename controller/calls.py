@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, cas
 from controller.collect import collect
 from controller.dispatch import Arguments, Plan, plan
 from controller.futures import BatchFuture, Stream
+from controller.line import Line
 from controller.placement import Order, Placement
 from controller.placer import Placer, Roster, is_ready
 from zbus.codec import encode, encode_call
@@ -36,6 +37,7 @@ class Core:
         self.placer = placer
         self.deadline_s = deadline_s
         self.bucket = TokenBucket()
+        self.line = Line()
         self._lock = threading.Lock()
         self.numbers = itertools.count(1)
         self._loads: dict[int, int] = {}
@@ -220,6 +222,7 @@ class Method(Generic[P, T]):
                     streams=spec.streams,
                     choose=(lambda: core.choose(options.ranks)) if any_one else None,
                     bucket=core.bucket,
+                    line=core.line,
                     released=core.release if any_one else None,
                 )
             )

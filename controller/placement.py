@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from controller.background import shared
+from controller.line import Line
 from controller.outcomes import Origin, error_of, unavailable
 from controller.placer import Placed, Placer, Roster, is_dead, is_ready, is_suspect, loop_driver, wake, whereabouts
 from zbus.engine import Effect
@@ -28,8 +29,6 @@ _PATIENCE_S: Final = 30.0
 
 _VERDICT_S: Final = 3.0
 """How long a call waits to learn whether a worker whose connection was lost is dead or comes back."""
-
-_LOOK_AGAIN_S: Final = 0.05
 
 _ECHO_S: Final = 0.3
 """How long the other ranks of a call have to answer after a worker was lost, before the caller hears of it."""
@@ -62,6 +61,7 @@ class Order:
         number: Number of the batch among those of its group, from 1.
         submitted_ns: When the caller asked (monotonic), for the trace.
         encoded_ns: When its payloads were ready.
+        line: Where calls of the role wait for ranks that are not ready.
     """
 
     placer: Placer
@@ -82,6 +82,7 @@ class Order:
     submitted_ns: int = 0
     encoded_ns: int = 0
     trace: int = 0
+    line: Line = field(default_factory=Line)
     peers: list[Any] = field(default_factory=list)
 
 
@@ -99,6 +100,8 @@ class Placement:
         self._began = time.monotonic()
         self._executions = 1
         self._last: Outcome | None = None  # what the execution before a pause ended with
+        self._pausing = False  # not placed, and to be placed later
+        self._may_have_run: Outcome | None = None  # the UNKNOWN end of an earlier execution
         self._consumed = 0
         self.refused: Unavailable | None = None  # why nothing was sent to anyone, after waiting
         self._lost_at: float | None = None
@@ -114,13 +117,21 @@ class Placement:
         Raises:
             Unavailable: A member is not ready and nothing says that waiting helps; nothing was sent.
         """
+        line = self.order.line
+        if line and line.blocks(self):
+            self._wait_in_line("waits behind earlier calls")
+            return
         try:
             self._place()
         except Unavailable as error:
             if not self._may_wait():
                 raise self._refusal(error) from None
-            self._last = Outcome(OutcomeKind.NOT_EXECUTED, reason="not_ready", evidence=str(error), attempts=0)
-            shared().call(self._again, _LOOK_AGAIN_S)
+            self._wait_in_line(str(error))
+
+    def _wait_in_line(self, why: str) -> None:
+        self._last = Outcome(OutcomeKind.NOT_EXECUTED, reason="not_ready", evidence=why, attempts=0)
+        self._pausing = True
+        self.order.line.join(self)
 
     def _refusal(self, error: Unavailable) -> Unavailable:
         """Say of a refused call who died, if that is why."""
@@ -171,7 +182,15 @@ class Placement:
                 self._record(member, call, outcome, now_ns)
         if outcome.kind is not OutcomeKind.OK and self.order.retry is not None and self._run_again(outcome):
             return
-        self._settle(member, call, outcome)
+        self._settle(member, call, self._whole(outcome))
+
+    def _whole(self, outcome: Outcome) -> Outcome:
+        """Return what is to be said of all executions when the last one ended so: one that may have run still may."""
+        earlier = self._may_have_run
+        if earlier is None or outcome.kind not in (OutcomeKind.NOT_EXECUTED, OutcomeKind.CANCELLED):
+            return outcome
+        why = outcome.evidence or outcome.reason
+        return earlier._replace(evidence=f"{earlier.evidence}; then not run again: {why}")
 
     def _settle(self, member: int, call: int, outcome: Outcome) -> None:
         with self._lock:
@@ -244,7 +263,10 @@ class Placement:
             return False
         self._executions += 1
         self._last = outcome
-        shared().call(self._again, pause)
+        if outcome.kind is OutcomeKind.UNKNOWN:
+            self._may_have_run = outcome
+        self._pausing = True
+        shared().call(self._after_pause, pause)
         return True
 
     def _may_find_another(self, outcome: Outcome) -> bool:
@@ -276,34 +298,61 @@ class Placement:
             return waited_s < _VERDICT_S
         return order.retry is not None and order.retry.attempts > 1 and waited_s < _PATIENCE_S
 
-    def _again(self) -> None:
-        """Place once more. On the background thread."""
-        order = self.order
-        last = self._last
-        if self.cancelled:
-            self._settle_all(Outcome(OutcomeKind.CANCELLED, reason="cancelled", evidence="cancelled before a retry"))
-            return
-        if last is None:
-            return
+    def _after_pause(self) -> None:
+        """Place once more, or stand in line for it. On the background thread."""
+        line = self.order.line
+        if self.look_again(free=not line.blocks(self)):
+            line.join(self)
+
+    @property
+    def place_in(self) -> tuple[str, Sequence[int]] | None:
+        """Which places of which ranks it takes; None if any rank will do."""
+        return None if self.order.choose is not None else (self.order.lane, self.order.ranks)
+
+    def look_again(self, *, free: bool) -> bool:
+        """Place once more if it is free to; return whether it still waits. On the background thread."""
+        order, last = self.order, self._last
+        if not self._pausing or last is None:
+            return False
+        if self._was_cancelled():
+            self._pausing = False
+            told = Outcome(OutcomeKind.CANCELLED, reason="cancelled", evidence="cancelled before a retry")
+            self._settle_all(self._whole(told))
+            return False
+        if not free:
+            return self._go_on_waiting(last, None)
         if order.choose is not None and (order.effect == "pure" or last.kind is OutcomeKind.NOT_EXECUTED):
             if order.released is not None:
                 order.released(order.ranks[0])
             order.ranks[0] = order.choose()
+        self._pausing = False
         try:
             self._place()
         except Unavailable as error:
-            if self._may_wait():
-                shared().call(self._again, _LOOK_AGAIN_S)
-            else:
-                self._give_up(last, error)
+            self._pausing = True
+            return self._go_on_waiting(last, error)
         except Exception as error:  # noqa: BLE001  # the bus was closed meanwhile: the caller must hear of it
             self._settle_all(Outcome(last.kind, reason=last.reason, evidence=f"{last.evidence}; then {error}"))
+            return False
+        if self._was_cancelled():  # by another thread meanwhile, which could not know that it was being placed
+            order.placer.cancel(self._placed)
+        return False
+
+    def _was_cancelled(self) -> bool:
+        return self.cancelled
+
+    def _go_on_waiting(self, last: Outcome, error: Unavailable | None) -> bool:
+        if self._may_wait():
+            return True
+        self._pausing = False
+        self._give_up(last, error or Unavailable(f"nothing was sent: {last.evidence}", reason=last.reason))
+        return False
 
     def _give_up(self, last: Outcome, error: Unavailable) -> None:
         """End a call that waited in vain. Not under a lock: the error reads the worker's facts."""
         if last.reason == "not_ready":
             self.refused = self._refusal(error)
-        self._settle_all(last)
+        self._settle_all(self._whole(last))
 
     def _settle_all(self, outcome: Outcome) -> None:
         for call in range(len(self.order.methods)):
@@ -361,9 +410,15 @@ class Placement:
             return
         if self._placed is not None:
             self.order.placer.cancel(self._placed)
-        if self._last is not None:
-            shared().call(self._again)
+        if self._pausing:
+            self.order.line.hurry()
+            shared().call(self._if_cancelled)
         wake(self.order.placer)
+
+    def _if_cancelled(self) -> None:
+        """End a pause between two executions; those in line are asked by the line. On the background thread."""
+        if self._pausing:
+            self.look_again(free=True)
 
     def lost(self) -> bool:
         """Tell whether a worker was lost with one of the calls: the others may wait for it for ever."""
