@@ -1,0 +1,273 @@
+"""One soak run: trial, callers and nemesis together; then the checker, and a look at what was left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from controller import Controller, Role
+from controller.background import shared
+from zbus.errors import ZbusError
+from zbus.registry.file import FileRegistry
+from zbus.registry.records import Records
+from zbus.testing.chaos.checker import Findings, check
+from zbus.testing.chaos.history import History, read_history
+from zbus.testing.chaos.load import GRACE_S, Load
+from zbus.testing.chaos.nemesis import Nemesis, plan
+from zbus.testing.chaos.truth import runs_of
+from zbus.testing.proxy import FaultProxy, between, quick
+
+__all__ = ["Report", "run_soak"]
+
+log = logging.getLogger("zbus.soak")
+
+_ROLE: Final = "subject"
+_ENGINE: Final = "zbus.testing.chaos.subject:Subject"
+_PROBE_MS: Final = 100.0
+_RECOVERY_S: Final = 20.0
+_GONE_S: Final = 5.0
+_SETTLE_S: Final = 20.0 + GRACE_S + 5.0
+
+
+@dataclass
+class Report:
+    """What a soak run found. ``failures`` is empty if every promise was kept and every planned fault was injected."""
+
+    seed: int
+    seconds: float
+    planned: int
+    calls: int = 0
+    kills: int = 0
+    injected: Counter[str] = field(default_factory=Counter)
+    findings: Findings = field(default_factory=Findings)
+    orphans: list[str] = field(default_factory=list)
+    leaks: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    restarts: int = 0
+    rss_mb: tuple[float, float] = (0.0, 0.0)
+    directory: str = ""
+
+    @property
+    def faults(self) -> int:
+        """How many faults were injected."""
+        return sum(self.injected.values())
+
+    @property
+    def failures(self) -> list[str]:
+        """All that is wrong, in words."""
+        found = [*self.problems, *self.findings.examples]
+        found += [f"orphan: {text}" for text in self.orphans] + [f"leak: {text}" for text in self.leaks]
+        if self.faults < self.planned:
+            found.append(f"only {self.faults} of {self.planned} planned faults were injected")
+        if not self.findings.outcomes["OK"]:
+            found.append("no call was answered OK")
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures as plain values."""
+        findings = self.findings
+        return {
+            "seed": self.seed,
+            "seconds": round(self.seconds, 1),
+            "calls": self.calls,
+            "faults": self.faults,
+            "duplicates": findings.duplicates,
+            "lost": findings.lost,
+            "hangs": findings.hangs,
+            "orphans": len(self.orphans),
+            "leaks": len(self.leaks),
+            "unknown": findings.outcomes["UNKNOWN"],
+            "kills": self.kills,
+            "untrue": findings.untrue,
+            "disorder": findings.disorder,
+            "restarts": self.restarts,
+            "planned": self.planned,
+            "injected": dict(self.injected),
+            "outcomes": dict(findings.outcomes),
+            "unknown_causes": dict(findings.unknown.most_common(12)),
+            "rss_mb": list(self.rss_mb),
+            "failures": self.failures,
+            "directory": self.directory,
+        }
+
+
+def run_soak(seconds: float, seed: int = 0, *, workers: int = 4, directory: Path | None = None) -> Report:
+    """Run the soak and check it. Call on the main thread of a process of its own.
+
+    Args:
+        seconds: How long the callers call; starting, settling and checking come on top, some 10 s.
+        seed: Of faults and workload. When a fault meets which call differs from run to run.
+        workers: Ranks of the trial.
+        directory: Where trial, history, ground truth and fault log go; a temporary one, removed if all is well.
+    """
+    made = Path(tempfile.mkdtemp(prefix="zbus-soak-")) if directory is None else directory
+    made.mkdir(parents=True, exist_ok=True)
+    _warm_up(made / "warm-up")
+    faults = plan(seed, seconds, workers)
+    report = Report(seed=seed, seconds=seconds, planned=len(faults), directory=str(made))
+    before = _Belongings.now()
+    with History(made / "history.jsonl") as history:
+        _run(report, made, history, faults, seconds, seed, workers)
+        report.calls = history.calls
+    report.leaks += before.missing_now()
+    report.orphans += _orphans(made)
+    report.findings = check(read_history(made / "history.jsonl"), runs_of(made / "truth.log"))
+    if directory is None and not report.failures:
+        _remove(made)
+    return report
+
+
+def _run(
+    report: Report, made: Path, history: History, faults: list[Any], seconds: float, seed: int, workers: int
+) -> None:
+    role = Role(
+        _ENGINE,
+        replicas=workers,
+        args=[str(made / "truth.log")],
+        restart="one",
+        max_restarts=10_000,
+        restart_window_s=1.0,
+    )
+    with FaultProxy(seed) as proxy, between(proxy, timing=quick(_PROBE_MS)):
+        bus = Controller.launch("soak", {_ROLE: role}, root=made, trial="run", startup_timeout=60.0)
+        runtime = ""
+        try:
+            records = Records(FileRegistry(bus.trial.registry, create=False))
+            epoch = records.current_epoch()
+            runtime = "" if epoch is None else epoch.runtime_dir
+            group = bus.group(_ROLE)
+            nemesis = Nemesis(faults, _ROLE, records, proxy, made / "faults.jsonl")
+            load = Load(group, history, seed)
+            load.start()
+            nemesis.start()
+            time.sleep(seconds / 4)
+            early = _rss_mb()
+            time.sleep(seconds * 3 / 4)
+            nemesis.stop()
+            report.problems += [f"caller {name} hangs" for name in load.stop(_SETTLE_S)] + load.errors
+            report.rss_mb = (early, _rss_mb())
+            report.problems += nemesis.errors
+            report.injected, report.kills = nemesis.injected, nemesis.kills
+            report.problems += _recovered(group)
+            report.restarts = sum(1 for record in records.exits(_ROLE))
+            records.close()
+        finally:
+            bus.close()
+    if runtime and Path(runtime).exists():
+        report.leaks.append(f"socket directory {runtime}: {sorted(p.name for p in Path(runtime).iterdir())}")
+
+
+def _recovered(group: Any) -> list[str]:
+    """After the last fault every rank must take calls again soon."""
+    until = time.monotonic() + _RECOVERY_S
+    told = ""
+    while time.monotonic() < until:
+        try:
+            if group.ready:
+                group.where.options(deadline=5.0, retries=3)()
+                return []
+            told = repr(group)
+        except ZbusError as error:
+            told = str(error)
+        time.sleep(0.05)
+    return [f"not recovered {_RECOVERY_S:g} s after the last fault: {told}"]
+
+
+def _warm_up(root: Path) -> None:
+    """Launch once, so that what is made once per process (modules, helper threads) is there before the count."""
+    role = Role(_ENGINE, replicas=1, args=[str(root / "truth.log")])
+    root.mkdir(parents=True, exist_ok=True)
+    with FaultProxy() as proxy, between(proxy), Controller.launch("soak", {_ROLE: role}, root=root) as bus:
+        bus.group(_ROLE).once.submit("w", 0.0, bytes(1 << 20)).result(30.0)
+    done = threading.Event()
+    shared().call(done.set)
+    done.wait(10.0)
+
+
+# -- what is left behind ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Belongings:
+    """What this process holds, and shared memory of this user, at one moment."""
+
+    descriptors: Counter[str]
+    threads: int
+    shm: frozenset[str]
+
+    @classmethod
+    def now(cls) -> _Belongings:
+        gc.collect()
+        names = (entry.name for entry in Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else ()  # noqa: S108
+        return cls(_descriptors(), threading.active_count(), frozenset(n for n in names if n.startswith("zbus")))
+
+    def missing_now(self) -> list[str]:
+        """Return what has come and not gone, after a moment for what is just going."""
+        until = time.monotonic() + _GONE_S
+        while (told := self._more()) and time.monotonic() < until:
+            time.sleep(0.05)
+        return told
+
+    def _more(self) -> list[str]:
+        now = _Belongings.now()
+        told = [f"descriptors {dict(more)}"] if (more := now.descriptors - self.descriptors) else []
+        if now.threads > self.threads:
+            told.append(f"threads {[thread.name for thread in threading.enumerate()]}")
+        return told + [f"shared memory {name}" for name in sorted(now.shm - self.shm) if _mine(name)]
+
+
+def _descriptors() -> Counter[str]:
+    """Return the open descriptors of this process, by kind."""
+    found: Counter[str] = Counter()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = str(entry.readlink())
+            found[target if target.startswith("anon_inode") else target.partition(":[")[0]] += 1
+    return +Counter({kind: number for kind, number in found.items() if not kind.startswith("/proc/")})
+
+
+def _mine(name: str) -> bool:
+    with contextlib.suppress(OSError):
+        return time.time() - (Path("/dev/shm") / name).stat().st_ctime < 3600.0  # noqa: S108
+    return False
+
+
+def _orphans(made: Path) -> list[str]:
+    """Return living processes of the trial, after the time they are allowed."""
+    until = time.monotonic() + _GONE_S
+    while (left := list(_processes_of(made))) and time.monotonic() < until:
+        time.sleep(0.05)
+    return left
+
+
+def _processes_of(made: Path) -> Iterator[str]:
+    mark = os.fsencode(made)
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) in (os.getpid(), os.getppid()):
+            continue
+        with contextlib.suppress(OSError, IndexError):
+            command = (entry / "cmdline").read_bytes()
+            state = (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+            if state not in "ZX" and (mark in command or mark in (entry / "environ").read_bytes()):
+                yield f"{entry.name} {command[:80]!r}"
+
+
+def _rss_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return round(pages * os.sysconf("SC_PAGESIZE") / 1e6, 1)
+
+
+def _remove(made: Path) -> None:
+    import shutil
+
+    shutil.rmtree(made, ignore_errors=True)
