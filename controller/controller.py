@@ -234,7 +234,8 @@ class Controller:
 
     def save_perf_tracer(self, step: int | None = None, force: bool = False) -> None:  # founding spelling  # noqa: FBT001, FBT002
         """Have every process write its trace now, if ``step`` is due. No call is made where nothing is traced."""
-        if not force and not any(tracer.rpc or tracer.sessions is not None for tracer in control.tracers()):
+        tracer = self._tracer
+        if not force and (tracer is None or not (tracer.rpc or tracer.sessions is not None)):
             return
         control.save_perf_tracer(step, force)
         for name in self.roles:
