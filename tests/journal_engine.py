@@ -36,6 +36,7 @@ class Diary(zbus.Engine):
     @zbus.endpoint(Everywhere(), collect=PerRank())
     def hold(self, released: str) -> None:
         """Keep the lane until a file is there, so that what follows is all sent to this very start."""
+        Path(f"{released}.held").touch()
         while not Path(released).exists():
             time.sleep(0.001)
 
@@ -52,6 +53,10 @@ class Diary(zbus.Engine):
             _die(how)
         self._line("end", what)
         return what
+
+    @zbus.endpoint(Everywhere(), collect=PerRank())
+    def join(self, cgroup: str) -> None:
+        Path(cgroup, "cgroup.procs").write_text(str(os.getpid()))
 
     @zbus.endpoint(Everywhere(), collect=PerRank())
     def fail(self, what: str) -> None:

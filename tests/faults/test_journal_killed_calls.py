@@ -33,10 +33,16 @@ def _role(folder: Path, **fields: Any) -> Role:
     )
 
 
-@pytest.fixture
-def bus(tmp_path: Path) -> Iterator[Controller]:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Give where the diaries lie."""
+    return tmp_path_factory.mktemp("diaries")
+
+
+@pytest.fixture(scope="module")
+def bus(folder: Path) -> Iterator[Controller]:
     """Give four ranks that come back whenever they are killed."""
-    with launch(tmp_path / "root", {"diary": _role(tmp_path, replicas=RANKS)}) as launched:
+    with launch(folder / "root", {"diary": _role(folder, replicas=RANKS)}) as launched:
         yield launched
 
 
@@ -151,16 +157,16 @@ def _killed_at(bus: Controller, folder: Path, point: str, dice: random.Random, r
 
 
 @pytest.mark.parametrize("point", AT_THE_POINT)
-def test_a_kill_at_a_fail_point_is_told_as_it_was(bus: Controller, tmp_path: Path, point: str) -> None:
+def test_a_kill_at_a_fail_point_is_told_as_it_was(bus: Controller, folder: Path, point: str) -> None:
     """20 kills around a ``once`` call: it, those before and those after end as the side effects say (rows 2 and 3)."""
-    _killed_at(bus, tmp_path, point, random.Random(point), rounds=5)
+    _killed_at(bus, folder, point, random.Random(point), rounds=5)
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("point", AT_THE_POINT)
-def test_many_kills_at_a_fail_point(bus: Controller, tmp_path: Path, point: str) -> None:
+def test_many_kills_at_a_fail_point(bus: Controller, folder: Path, point: str) -> None:
     """The same 160 times."""
-    _killed_at(bus, tmp_path, point, random.Random(point + "ci"), rounds=40)
+    _killed_at(bus, folder, point, random.Random(point + "ci"), rounds=40)
 
 
 def _began(words: Sequence[str]) -> int:
@@ -169,13 +175,13 @@ def _began(words: Sequence[str]) -> int:
 
 @pytest.mark.parametrize("lane", ["write_async", "write_in_thread"])
 @pytest.mark.parametrize("point", ["before_exec", "after_start", "before_end", "after_exec"])
-def test_calls_that_run_at_once_are_told_apart(bus: Controller, tmp_path: Path, lane: str, point: str) -> None:
+def test_calls_that_run_at_once_are_told_apart(bus: Controller, folder: Path, lane: str, point: str) -> None:
     """On a lane with concurrency 4 a kill leaves at most 4 calls "began, no end"; the others are proved."""
     dice = random.Random(lane + point)
     for _ in range(5):
         victims = []
         for rank in range(RANKS):
-            victim = Round(bus, tmp_path, rank)
+            victim = Round(bus, folder, rank)
             victim.one.arm(f"{point}=kill@{dice.randint(1, 14)}")
             method = getattr(victim.one, lane)
             victim.futures += [method.submit(victim.name(), dice.choice([0, 0.001, 0.004])) for _ in range(14)]
@@ -187,14 +193,14 @@ def test_calls_that_run_at_once_are_told_apart(bus: Controller, tmp_path: Path, 
             victim.back()
 
 
-def test_a_kill_at_any_moment_is_told_as_it_was(bus: Controller, tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_is_told_as_it_was(bus: Controller, folder: Path) -> None:
     """SIGKILL from outside in a storm of calls: at most one call of lane main "began, no end"."""
     dice = random.Random(1)
     seen: set[str] = set()
     for _ in range(6):
         victims = []
         for rank in range(RANKS):
-            victim = Round(bus, tmp_path, rank)
+            victim = Round(bus, folder, rank)
             for _ in range(100):
                 victim.futures.append(victim.one.write.submit(victim.name()))
             time.sleep(dice.uniform(0, 0.004))  # the moment of the kill is the point, not a wait
@@ -209,11 +215,37 @@ def test_a_kill_at_any_moment_is_told_as_it_was(bus: Controller, tmp_path: Path)
 
 
 @pytest.mark.parametrize("how", ["segfault", "exit"])
-def test_other_ends_are_told_like_a_kill(bus: Controller, tmp_path: Path, how: str) -> None:
+def test_other_ends_are_told_like_a_kill(bus: Controller, folder: Path, how: str) -> None:
     """A segmentation fault and ``os._exit`` in a method leave it "began, no end", and the rest proved (row 11)."""
-    victim = Round(bus, tmp_path, 0)
+    victim = Round(bus, folder, 0)
     for index in range(6):
         victim.futures.append(victim.one.write.submit(victim.name(), 0.02, how if index == 3 else ""))
     words = victim.told()
     assert set(words[:3]) <= {"OK", "executed"}
     assert words[3:] == ["began", "never", "never"]
+
+
+_MEMORY = Path("/sys/fs/cgroup/memory")
+
+
+@pytest.mark.ci
+def test_an_out_of_memory_kill_is_told_like_a_kill(bus: Controller, folder: Path) -> None:
+    """The kernel's kill for memory leaves the hungry call "began, no end", and the rest proved (row 12)."""
+    group = _MEMORY / f"zbus-journal-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(300 << 20))
+    except OSError as error:
+        pytest.skip(f"no writable v1 memory cgroup: {error}")
+    try:
+        victim = Round(bus, folder, 0)
+        victim.one.join(str(group))
+        for index in range(4):
+            victim.futures.append(victim.one.write.submit(victim.name(), 0.02, "oom" if index == 1 else ""))
+        words = victim.told()
+        assert words[0] in ("OK", "executed")
+        assert words[1:] == ["began", "never", "never"]
+        victim.back()
+    finally:
+        wait_until(lambda: (group / "cgroup.procs").read_text() == "", what="the cgroup empty")
+        group.rmdir()
