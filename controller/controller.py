@@ -529,20 +529,24 @@ class Controller:
 
     def _ask_agents(self, role: str, grace_s: float) -> bool:
         """Ask the agents of a role to stop; True if all acknowledged."""
-        client = self._client
-        if client is None:
+        if self._client is None:
             return False
         records = Records(FileRegistry(self.trial.registry, create=False))
         try:
             agents = records.agents(role)
         finally:
             records.close()
-        peers = [client.connect(WorkerName(record.agent, 0), 0, {"ctl": record.ctl}) for record in agents if record.ctl]
-        client.wait(lambda: all(peer.state is PeerState.READY for peer in peers), _STOP_ACK_S)
-        ready = [peer for peer in peers if peer.state is PeerState.READY]
-        answers = _ask(client, ready, "zbus.stop", (grace_s,), _STOP_ACK_S)
-        for peer in peers:
-            client.disconnect(peer)
+        # A session of its own: an agent remembers the places of a session, and this may be asked more than once.
+        client = Client(session=new_session(), epoch=self.epoch, factory=self._client.factory)
+        try:
+            peers = [
+                client.connect(WorkerName(record.agent, 0), 0, {"ctl": record.ctl}) for record in agents if record.ctl
+            ]
+            client.wait(lambda: all(peer.state is PeerState.READY for peer in peers), _STOP_ACK_S)
+            ready = [peer for peer in peers if peer.state is PeerState.READY]
+            answers = _ask(client, ready, "zbus.stop", (grace_s,), _STOP_ACK_S)
+        finally:
+            client.close()
         return bool(agents) and len(answers) == len(agents)
 
     def _stop_workers(self, scheduler: Scheduler, grace_s: float) -> None:

@@ -97,8 +97,8 @@ class _Link:
         self.channel = Channel(
             client.reactor, socket, self.on_message, router=False, monitor=monitor, events=self, on_bad=self.on_bad
         )
-        for endpoint in endpoints:
-            client.factory.connect(socket, endpoint)
+        # One address only: a DEALER deals round robin over several, which would tear the order of a lane.
+        client.factory.connect(socket, endpoints[0])
 
     def on_link_up(self) -> None:
         now = self.client.clock.monotonic_ns()
@@ -154,6 +154,7 @@ class _Link:
             effects = lane.machine.receive(header, buffers, client.clock.monotonic_ns())
             if effects:
                 client.execute(lane, effects)
+            client.reactor.note_due(lane.machine.next_timer())
 
     def _on_welcome(self, buffers: Sequence[Buffer]) -> None:
         now = self.client.clock.monotonic_ns()
