@@ -12,7 +12,7 @@ from controller.futures import BatchFuture
 from controller.placement import Order, Placement
 from zbus.engine import AnyOne, EndpointSpec, RankZero
 from zbus.errors import ConfigError
-from zbus.retry import duration_s
+from zbus.retry import deadline_seconds
 
 __all__ = ["BatchBuilder"]
 
@@ -30,7 +30,7 @@ class BatchBuilder:
         self._view = view
         self._method = method
         self._strict = strict
-        self._deadline_s = None if deadline is None else duration_s(deadline, "deadline")
+        self._deadline_s = None if deadline is None else deadline_seconds(deadline)
         self._calls: list[tuple[EndpointSpec, Plan, BatchFuture[Any]]] = []
         self._closed = False
 

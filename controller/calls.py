@@ -18,7 +18,7 @@ from controller.placer import Placer, Roster, is_ready
 from zbus.codec import encode, encode_call
 from zbus.engine import AnyOne, EndpointSpec
 from zbus.errors import ConfigError
-from zbus.retry import DEFAULT_RETRY, NO_RETRY, RetryPolicy, TokenBucket, duration_s
+from zbus.retry import DEFAULT_RETRY, NO_RETRY, RetryPolicy, TokenBucket, deadline_seconds
 
 if TYPE_CHECKING:
     from controller.mapping import MapFuture
@@ -89,7 +89,7 @@ class View:
             retries = replace(DEFAULT_RETRY, attempts=retries + 1)
         return replace(
             self,
-            deadline_s=self.deadline_s if deadline is None else duration_s(deadline, "deadline"),
+            deadline_s=self.deadline_s if deadline is None else deadline_seconds(deadline),
             retry=self.retry if retries is None else retries,
         )
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Final, Generic, Literal, ParamSpec, TypeVar, overload
 
 from zbus.errors import ConfigError
-from zbus.retry import duration_s
+from zbus.retry import deadline_seconds
 
 __all__ = [
     "AnyOne",
@@ -591,7 +591,7 @@ def endpoint(
             fn, dispatch, collect, effect=effect, lane=lane, concurrency=concurrency, trace=trace, strict=strict
         )
         if deadline is not None:
-            spec = replace(spec, deadline_s=duration_s(deadline, f"deadline of endpoint `{spec.name}`"))
+            spec = replace(spec, deadline_s=deadline_seconds(deadline, f"deadline of endpoint `{spec.name}`"))
         fn.__zbus_endpoint__ = spec
         return fn
 

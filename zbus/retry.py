@@ -14,7 +14,10 @@ from typing import Final
 
 from zbus.errors import ConfigError
 
-__all__ = ["DEFAULT_RETRY", "NO_RETRY", "RetryPolicy", "TokenBucket", "duration_s"]
+__all__ = ["DEFAULT_RETRY", "NO_RETRY", "RetryPolicy", "TokenBucket", "deadline_seconds", "duration_s"]
+
+MAX_DEADLINE_S: Final = 1e8
+"""Some three years: far beyond any call, and within what clocks and timers of any kind can count."""
 
 _UNITS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*")
@@ -41,6 +44,19 @@ def duration_s(value: float | str, what: str = "duration") -> float:
     if not 0 <= seconds < float("inf"):
         msg = f"{what} {value!r} is not a duration"
         raise ConfigError(msg, hint='give seconds as a number, or text such as "250ms", "30s", "2m", "1h"')
+    return seconds
+
+
+def deadline_seconds(value: float | str, what: str = "deadline") -> float:
+    """Return a deadline in seconds: a duration that some call could meet and a clock can count.
+
+    Raises:
+        ConfigError: Not a duration, not above zero, or of years.
+    """
+    seconds = duration_s(value, what)
+    if not 0 < seconds <= MAX_DEADLINE_S:
+        msg = f"{what} {value!r} is not between 0 and {MAX_DEADLINE_S:g} seconds"
+        raise ConfigError(msg, hint='give seconds as a number above 0, or text such as "30s", "2m", "1h"')
     return seconds
 
 

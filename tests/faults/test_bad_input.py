@@ -15,7 +15,6 @@ import pytest
 from run_kit import DRIVERS, WORKER, Done, RunKit, run_kit
 from waiting import scaled, wait_until
 
-pytestmark = pytest.mark.alone
 ENGINES = f"roles.actor.engine={DRIVERS}/fault_engines.py"
 
 
@@ -241,7 +240,7 @@ def test_a_worker_that_comes_first_waits_for_its_controller(kit: RunKit) -> None
 # -- strangers on the wire ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("ipc", marks=pytest.mark.ci), "tcp"])
 def test_garbage_on_a_port_is_refused_while_calls_go_on(kit: RunKit, transport: str) -> None:
     """Random bytes, a half greeting and well-framed nonsense to every socket of a rank: calls are right, ranks live."""
     (kit.directory / "drv.py").write_text(

@@ -58,7 +58,7 @@ def test_kill_9_in_a_step_shows_its_cause_within_a_second(kit: RunKit) -> None:
     assert (error["rank"], error["worker_signal"], error["outcome"]) == (1, 9, "UNKNOWN")
 
 
-@pytest.mark.parametrize("how", ["exit:7", "kill:9", "kill:6"])
+@pytest.mark.parametrize("how", ["exit:7", "kill:9", pytest.param("kill:6", marks=pytest.mark.ci)])
 def test_the_block_names_exactly_how_a_rank_ended(kit: RunKit, how: str) -> None:
     """Exit code or signal by name, the peers that finished, log tail, crash file, hint; exit code 4."""
     done = kit.run(*settled_call(how))
@@ -186,6 +186,31 @@ def test_a_stopped_worker_is_no_dead_worker(kit: RunKit) -> None:
     assert done.code == 0, done.err
     assert kit.log(1).count("step: sleep") == 1
     assert "died" not in done.err
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("how", "root"), [("kill:9", "WorkerLost"), ("raise:my rank only", "RemoteValueError")])
+def test_the_cause_comes_before_the_collectives_timeout(tmp_path: Path, how: str, root: str) -> None:
+    """One rank dies or raises while the others sit in a gloo collective: its own error is root in under 2 s."""
+    pytest.importorskip("torch")
+    from controller import Role
+    from launching import launch
+    from run_kit import DRIVERS
+    from zbus import BatchError
+
+    role = Role(f"{DRIVERS}/fault_engines.py:Collective", replicas=3, preload=["torch"])
+    with launch(tmp_path, {"actor": role}, startup_timeout=120) as bus:
+        actor = bus.group("actor")
+        assert actor.reduce("") == [3.0, 3.0, 3.0]
+        began = time.monotonic()
+        with pytest.raises(BatchError) as caught:
+            actor.reduce(how)
+        assert time.monotonic() - began < scaled(2.0)
+        assert type(caught.value.root).__name__ == root
+        assert caught.value.root.rank == 1
+        assert "fault_engines.py" in (caught.value.root.remote_traceback or "fault_engines.py")
+        others = {error.rank for error in caught.value.collateral} | set(caught.value.late)
+        assert others == {0, 2}
 
 
 _MEMORY = Path("/sys/fs/cgroup/memory")

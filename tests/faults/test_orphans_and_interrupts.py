@@ -31,7 +31,7 @@ def driver(function: str) -> str:
 # -- who dies ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("peers", ["sleep", "hang"])
+@pytest.mark.parametrize("peers", [pytest.param("sleep", marks=pytest.mark.ci), "hang"])
 def test_everything_follows_a_killed_controller(kit: RunKit, peers: str) -> None:
     """Kill -9 of the command: agents, templates and workers are gone within 2 s, also in a call that never ends."""
     running = kit.start("params.how=sleep", f"params.peers={peers}")
@@ -144,6 +144,7 @@ def test_two_interrupts_end_at_once(kit: RunKit, begin) -> None:
     assert json.loads(kit.trial.summary.read_text())["status"] == "interrupted"
 
 
+@pytest.mark.ci  # the same over the CLI tests' own job runs always
 def test_sigterm_in_a_call_ends_in_order(kit: RunKit) -> None:
     """SIGTERM is an orderly end too: exit 143."""
     running = _in_call(kit)

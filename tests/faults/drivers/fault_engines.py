@@ -126,5 +126,24 @@ class Victim(zbus.Engine):
         time.sleep(getattr(self, "teardown_s", 0.0))
 
 
+class Collective(Victim):
+    """All ranks meet in an all-reduce; rank 1 may not come."""
+
+    def setup(self, ctx: zbus.Context) -> None:
+        ctx.init_torch("gloo")
+        super().setup(ctx)
+
+    @zbus.endpoint(Everywhere(), collect=PerRank())
+    def reduce(self, how: str) -> float:
+        import torch
+        import torch.distributed as dist
+
+        if self.ctx.rank == 1:
+            self.do(how)
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        return float(tensor)
+
+
 class NotAnEngine:
     """A class that is not an engine."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from zbus.errors import ConfigError
-from zbus.retry import NO_RETRY, RetryPolicy, TokenBucket, duration_s
+from zbus.retry import NO_RETRY, RetryPolicy, TokenBucket, deadline_seconds, duration_s
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,16 @@ def test_the_bucket_limits_and_refills():
     assert bucket.take(500_000_000) is False
     assert bucket.take(1_000_000_000) is True
     assert [bucket.take(100_000_000_000) for _ in range(3)] == [True, True, False]
+
+
+@pytest.mark.parametrize("value", [0, "0s", -1, 1e300, "100000000d", float("inf")])
+def test_a_deadline_that_no_call_can_have_is_refused(value):
+    """Zero is no deadline and is never taken for "none"; an endless one would break a clock."""
+    with pytest.raises(ConfigError, match="deadline"):
+        deadline_seconds(value)
+
+
+def test_a_tight_or_a_long_deadline_is_one():
+    """A microsecond and a year are deadlines."""
+    assert deadline_seconds("1us") == pytest.approx(1e-6)
+    assert deadline_seconds("365d") == pytest.approx(365 * 86400)
