@@ -75,7 +75,8 @@ class TraceConfig:
     def of(cls, config: TraceConfig | Mapping[str, Any]) -> TraceConfig:
         """Return ``config`` as a ``TraceConfig``.
 
-        A mapping may also say ``enabled`` (true: ``full``, false: ``off``) and, as the founding config does, ``session_tracer`` (``{"enabled": …, "flush_threshold": …}``).
+        A mapping may also say ``enabled`` (true: ``full``, false: ``off``) and, as the founding config does,
+        ``session_tracer`` (``{"enabled": …, "flush_threshold": …}``).
 
         Raises:
             ConfigError: Not a config, an unknown key, or a value of the wrong type.

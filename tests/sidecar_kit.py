@@ -1,0 +1,129 @@
+"""Sidecars and traced processes for tests: real ones, and what their files say."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from waiting import scaled, wait_until
+
+__all__ = ["TrialFiles", "sidecar", "traced"]
+
+
+@contextmanager
+def sidecar(trial: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a sidecar of ``trial`` that can be found; end it in order unless the test did."""
+    command = [sys.executable, "-m", "traceview.collect", str(trial), "--json", *options]
+    (trial / "registry").mkdir(mode=0o700, parents=True, exist_ok=True)
+    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        wait_until(
+            lambda: process.poll() is not None or _record_pid(trial) == process.pid, what="a sidecar that can be found"
+        )
+        yield process
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+    finally:
+        try:
+            process.communicate(timeout=scaled(20))
+        except (subprocess.TimeoutExpired, ValueError):
+            process.kill()
+            process.wait()
+
+
+def _record_pid(trial: Path) -> int | None:
+    from zbus.trace.export import sidecar_record
+
+    record = sidecar_record(trial / "registry")
+    return None if record is None else record.pid
+
+
+@contextmanager
+def traced(trial: Path, code: str, *args: object, rank: int = 0, **config: Any) -> Iterator[subprocess.Popen[str]]:
+    """Run Python code as ``actor/rank``, traced into ``trial``; its stdout is a pipe. Killed at the end at the latest."""
+    head = f"""
+        import sys, time
+        from pathlib import Path
+        from zbus import trace
+        from zbus.trace.control import writer_of
+        config = {{"root": sys.argv[1] + "/traces", "run": "exp/t", "gauge_period_s": 0.0, **{config!r}}}
+        tracer = trace.configure(config, role="actor", rank={rank}, incarnation={rank} + 1)
+        writer = writer_of(tracer)
+        def on_sidecar():
+            while writer._outlet is None:
+                time.sleep(0.005)
+        """
+    command = [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(code), str(trial), *map(str, args)]
+    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+        process.wait()
+
+
+class TrialFiles:
+    """What the trace files of one rank say, put together as a reader must: blocks once, spill and spool included."""
+
+    def __init__(self, trial: Path, role: str = "actor", rank: int = 0) -> None:
+        from zbus.trace.spool import read_spool
+
+        root = trial / "traces"
+        self.main = root / role / f"traces_{rank}.jsonl"
+        self.spill = root / role / f"traces_{rank}.spill.jsonl"
+        self.events: list[dict[str, Any]] = []
+        self.doubled = 0
+        self.torn = 0
+        self._seen: set[tuple[str, int]] = set()
+        for path in (self.main, self.spill):
+            if path.exists():
+                self._read(path.read_bytes())
+        for segment in sorted((root / "spool").glob("*.spool")):
+            for part in read_spool(segment):
+                if part.path == self.main:
+                    self._read(part.data)
+
+    def _read(self, data: bytes) -> None:
+        skip_to = at = 0
+        while at < len(data):
+            end = data.find(b"\n", at)
+            line, begin, at = data[at : end if end >= 0 else len(data)], at, (end + 1 if end >= 0 else len(data))
+            if begin < skip_to:
+                continue
+            try:
+                event = json.loads(line)
+            except ValueError:
+                self.torn += bool(line)
+                continue
+            if event["name"] == "zbus_block":
+                key = event["args"]["source"], event["args"]["seq"]
+                if key in self._seen:
+                    self.doubled += 1
+                    skip_to = at + event["args"]["bytes"]
+                self._seen.add(key)
+            self.events.append(event)
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        """Return the events of that name."""
+        return [event for event in self.events if event["name"] == name]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The ``n`` of all ticks, sorted."""
+        return sorted(event["args"]["n"] for event in self.named("tick"))
+
+    @property
+    def blocks(self) -> Counter[int]:
+        """How often each block number is in the main file."""
+        return Counter(event["args"]["seq"] for event in self.named("zbus_block"))
