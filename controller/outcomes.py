@@ -177,7 +177,11 @@ def _lost(outcome: Outcome, origin: Origin) -> tuple[type[CallError], str, dict[
     more = {"exit" if outcome.reason == "worker_exit" else "evidence": how} if how else {}
     if outcome.kind is OutcomeKind.NOT_EXECUTED:
         more["outcome"] = "the call did not start"
-        return NotExecuted, f"{origin.peer.name} {verb} before it was sent `{origin.method}`{batch}", more
+        before = "it started" if outcome.attempts else "it was sent"
+        return NotExecuted, f"{origin.peer.name} {verb} before {before} `{origin.method}`{batch}", more
+    if where.startswith("executed"):  # the crash journal's word
+        more["outcome"] = f"the call ran: it was {where}"
+        return WorkerLost, f"{origin.peer.name} {verb} before it answered `{origin.method}`{batch}", more
     more["outcome"] = f"the call may have run: it was {where}" if where else "the call may have run"
     return WorkerLost, f"{origin.peer.name} {verb} during `{origin.method}`{batch}", more
 
