@@ -103,6 +103,7 @@ class Placement:
         self._pausing = False  # not placed, and to be placed later
         self._may_have_run: Outcome | None = None  # the UNKNOWN end of an earlier execution
         self._consumed = 0
+        self._streaming = False  # an item has come
         self.refused: Unavailable | None = None  # why nothing was sent to anyone, after waiting
         self._lost_at: float | None = None
         self._failed_at: dict[int, float] = {}
@@ -233,6 +234,7 @@ class Placement:
 
     def _take_chunk(self, _member: int, _number: int, item: Buffers) -> None:
         with self._lock:
+            self._streaming = True
             self.chunks.append(item)
             watchers = tuple(self._watchers)
         for watcher in watchers:
@@ -249,7 +251,9 @@ class Placement:
     def _run_again(self, outcome: Outcome) -> bool:
         """Schedule another execution if the rules allow one. Under the placer's lock."""
         order = self.order
-        if order.retry is None or self.cancelled or len(order.ranks) > 1 or len(order.methods) > 1 or self.chunks:
+        if order.retry is None or self.cancelled or len(order.ranks) > 1 or len(order.methods) > 1:
+            return False
+        if self._streaming:  # the caller has seen items of this execution; another one would give others, or again
             return False
         if outcome.kind is OutcomeKind.NOT_EXECUTED:
             allowed = outcome.reason in (*_GONE, "not_sent", "not_ready")

@@ -613,6 +613,18 @@ def test_a_broken_stream_delivers_first_and_tells_how_many():
     assert list(stream) == []
 
 
+def test_a_stream_that_gave_items_is_not_begun_again():
+    """The worker is lost after the caller took an item: it hears of the loss, and gets no item a second time."""
+    group, placer, _ = make_group(Actor, 2)
+    stream = group.tokens.stream("p")
+    placer.requests[0].item(0, "a")
+    assert next(stream) == "a"
+    placer.requests[0].answer(lost())
+    with pytest.raises(WorkerLost):
+        next(stream)
+    assert len(placer.requests) == 1
+
+
 def test_leaving_a_stream_by_with_cancels_it():
     """close() asks the worker to stop."""
     group, placer, _ = make_group(Actor, 1)

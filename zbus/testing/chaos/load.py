@@ -204,7 +204,7 @@ class _ThreadCaller(_Caller):
         except CallError as error:
             outcome, cause = error.outcome or "", f"{error.reason}: {error}"
         right = got == list(range(upto if outcome == "OK" else len(got)))
-        op.answers = [Answer(-1, outcome, cause if right else f"items {got[:20]} of {upto}", right)]
+        op.answers = [Answer(-1, outcome, cause if right else f"{outcome}: {len(got)} items of {upto}: {got}"[:500], right)]
         self.write(op)
 
     def cancel(self) -> None:

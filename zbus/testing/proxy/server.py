@@ -23,6 +23,7 @@ _T = TypeVar("_T")
 _KEPT: Final = 256
 """Messages remembered per direction of each worker's connection, for ``replay``."""
 
+_KEPT_BYTES: Final = 1 << 16
 _ANSWER_S: Final = 10.0
 _RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER: close at once, by RST
 _SIDES: Final = ("request", "reply")
@@ -285,8 +286,8 @@ class FaultProxy:
         return None
 
     def remember(self, message: Message, worker: str, link: str, direction: str) -> None:
-        """Keep a message for ``replay``."""
-        if message.kind in REQUESTS or message.kind in REPLIES:
+        """Keep a message for ``replay``, unless it is large."""
+        if len(message.raw) <= _KEPT_BYTES and (message.kind in REQUESTS or message.kind in REPLIES):
             past = self._past.setdefault((worker, link, direction), deque(maxlen=_KEPT))
             past.append(message)
 
