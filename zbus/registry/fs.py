@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple, Protocol, Self
 
+from zbus import failpoints
 from zbus.errors import RegistryError
 
 __all__ = ["FS", "Area", "FileInfo", "LocalArea", "LocalFS"]
@@ -211,10 +212,14 @@ class LocalArea:
 
     def link(self, source: str, target: str) -> None:
         """Give a file a second name; fails if ``target`` exists."""
+        if failpoints.active is not None:
+            failpoints.active("before_link")
         os.link(source, target, src_dir_fd=self._fd, dst_dir_fd=self._fd, follow_symlinks=False)
 
     def rename(self, source: str, target: str) -> None:
         """Rename a file over ``target``, atomically."""
+        if failpoints.active is not None:
+            failpoints.active("before_rename")
         os.rename(source, target, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def read(self, name: str, limit: int) -> tuple[FileInfo, bytes]:
