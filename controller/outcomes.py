@@ -162,6 +162,8 @@ def _kind(outcome: Outcome, origin: Origin) -> tuple[type[CallError], str, dict[
         limit = "" if origin.deadline_s is None else f" of {origin.deadline_s:g} s"
         state = "it may have run" if ran else "it did not run"
         return CallTimeout, f"{who} passed its deadline{limit}, {state}{why}", {}
+    if not ran and outcome.reason == "shutdown":
+        return NotExecuted, f"{name} is leaving and did not start `{origin.method}`{why}", {}
     if not ran:
         return NotExecuted, f"{who} did not run ({outcome.reason or 'unknown reason'}){why}", {}
     return OutcomeUnknown, f"{who} has no known outcome ({outcome.reason or 'no reason'}){why}", {}

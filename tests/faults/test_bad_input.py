@@ -69,8 +69,9 @@ def test_a_wrong_setting_is_refused_before_anything_starts(kit: RunKit, argument
 
 def test_a_trial_that_runs_is_not_taken_over(kit: RunKit) -> None:
     """A second run of a live trial: exit 8, the holder's pid; the first goes on undisturbed."""
-    first = kit.start("-t", "t1", "params.how=sleep", "params.peers=sleep")
-    kit.wait_log("step: ")
+    idle = [f"target={DRIVERS}/fault_driver.py:idle", f"params.go={kit.directory / 'never'}"]
+    first = kit.start("-t", "t1", *idle)
+    first.wait_err("driver")
     for more in ([], ["--resume"], ["--overwrite"]):
         expect(kit.run("-t", "t1", *more), 8, "ZB0801", f"pid {first.process.pid}")
     assert first.process.poll() is None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from run_kit import DRIVERS, RunKit, run_kit
-from waiting import scaled, wait_until
+from waiting import scaled
 
 pytestmark = pytest.mark.alone
 
@@ -51,8 +51,8 @@ def test_the_next_launch_sweeps_what_a_killed_controller_left(kit: RunKit) -> No
     kit.gone(2.0)
     left = set(kit.runtime.iterdir())
     assert left, "a killed controller cannot remove its runtime directory"
-    second = kit.start("params.how=sleep", "params.peers=sleep", "-t", "second")
-    wait_until(lambda: "ready" in second.err, what="the second run")
+    second = kit.start(driver("idle"), f"params.go={kit.directory / 'never'}", "-t", "second")
+    second.wait_err("driver")
     third = kit.run("-t", "third")
     assert third.code == 0, third.err
     now = set(kit.runtime.iterdir())
