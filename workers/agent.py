@@ -9,6 +9,7 @@ The restart policy is the pure ``workers.supervisor``; this module carries out i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -47,9 +48,11 @@ from workers.supervisor import (
 )
 from workers.template import RankMain, Template
 from workers.watch import Ended, ProcessTable, kill_children
+from zbus import failpoints
 from zbus.config import TrialDir, parse_duration
 from zbus.errors import ConfigError, StartupError, TransportError, ZbusError
 from zbus.registry.records import AgentRecord, JobRecord
+from zbus.runtime.journal import journal_file
 from zbus.runtime.processes import (
     ProcessHandle,
     become_subreaper,
@@ -565,6 +568,9 @@ class Agent:
         self._joined.records.publish_exit(record)
         if self._control is not None:
             self._control.exited(record)
+        if ended.in_order:  # nobody will ask how it died, and the record has what the journal told
+            with contextlib.suppress(OSError):
+                journal_file(self._trial.path, ended.role, ended.rank, ended.start).unlink()
 
     # -- end -----------------------------------------------------------------------------------------------------------
 
@@ -588,6 +594,7 @@ def run_agent(config: AgentConfig) -> int:
     Raises:
         ZbusError: The agent could not join the trial, or this process lacks descriptors, processes or memory.
     """
+    failpoints.configure(os.environ.get(failpoints.VARIABLE))
     try:
         return Agent(config).run()
     except OSError as error:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from workers.cgroup import OomVerdict
 from zbus.config import TrialDir
 from zbus.config.trialdir import write_atomically
+from zbus.protocol.journal import JournalReport
 from zbus.registry.records import ExitRecord
 from zbus.runtime.journal import journal_file, read_journal
 from zbus.runtime.processes import describe_exit
@@ -128,7 +129,9 @@ def _exception_words(left: dict[str, Any]) -> str:
     return f"{kind}: {first[0][:_LINE_CHARACTERS]}" if first else kind
 
 
-def write_crash_file(trial: TrialDir, ended: RankExit, tail: list[str]) -> tuple[str, str]:
+def write_crash_file(
+    trial: TrialDir, ended: RankExit, tail: list[str], journal: JournalReport | None = None
+) -> tuple[str, str]:
     """Complete the crash report of a rank; what the worker wrote there itself is kept.
 
     Returns:
@@ -165,6 +168,7 @@ def write_crash_file(trial: TrialDir, ended: RankExit, tail: list[str]) -> tuple
         "log": trial.relative(ended.log),
         "log_tail": tail,
         "stacks": stack_dumps(trial, ended),
+        "journal": None if journal is None else asdict(journal),
     }
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomically(path, json.dumps(report, indent=1) + "\n")
@@ -186,8 +190,9 @@ def make_record(trial: TrialDir, ended: RankExit) -> ExitRecord:
     A crash report that cannot be written is left out: the exit record matters more.
     """
     tail = log_tail(ended.log)
+    journal = read_journal(journal_file(trial.path, ended.role, ended.rank, ended.start), ended.incarnation)
     try:
-        crash_file, exception = write_crash_file(trial, ended, tail)
+        crash_file, exception = write_crash_file(trial, ended, tail, journal)
     except OSError:
         crash_file, exception = "", ""
     reason = f"{ended.cause()} after {exception}" if exception else ended.cause()
@@ -211,5 +216,5 @@ def make_record(trial: TrialDir, ended: RankExit) -> ExitRecord:
         crash_file=crash_file,
         stacks=stack_dumps(trial, ended),
         stopped=ended.asked,
-        journal=read_journal(journal_file(trial.path, ended.role, ended.rank, ended.start), ended.incarnation),
+        journal=journal,
     )

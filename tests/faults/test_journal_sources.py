@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -67,6 +68,21 @@ def test_the_agent_reads_the_journal_into_the_exit_record(bus: Controller, tmp_p
     assert lane.lane == "main"
     assert lane.fate(lane.upto - 1) is Fate.BEGAN
     assert [outcome for outcome, _ in told] == ["UNKNOWN", "NOT_EXECUTED", "NOT_EXECUTED"]
+    crash = json.loads((bus.trial.path / _exit(bus).crash_file).read_text())
+    assert crash["journal"]["lanes"][0]["began"] == [lane.upto - 1 - lane.since]
+    assert list(bus.trial.journal.iterdir())
+
+
+def test_an_orderly_end_leaves_no_journal(tmp_path: Path) -> None:
+    """What it told stands in the exit record."""
+    role = Role("journal_engine:Diary", args=(str(tmp_path),), replicas=1, sys_path=[str(HERE)])
+    with launch(tmp_path / "root", {"diary": role}) as bus:
+        bus.group("diary")[0].write("x")
+        assert list(bus.trial.journal.iterdir())
+    assert not list(bus.trial.journal.iterdir())
+    journal = _exit(bus).journal
+    assert journal is not None
+    assert journal.lanes[0].fate(journal.lanes[0].upto - 1) is Fate.ENDED
 
 
 def test_without_its_agent_a_worker_of_this_host_is_still_told(bus: Controller, tmp_path: Path) -> None:
