@@ -100,7 +100,7 @@ TEXTS: Final[dict[str, Explanation]] = {
         "whether the call had begun. Nothing was run a second time.",
         (
             "Killed by SIGKILL: most often memory. If the cgroup counted an out-of-memory kill, the block says so.",
-            "SIGSEGV, SIGBUS or SIGABRT: native code crashed; a Python stack is in the trial's stacks directory.",
+            "SIGSEGV, SIGBUS or SIGABRT: native code crashed; the log ends with the Python stack it was called from.",
             "An exit code: the engine, or a library, ended the process itself.",
             "A lease ran out: the host is gone, or cut off.",
         ),
