@@ -13,8 +13,8 @@ from typing import Any, Final
 
 __all__ = ["MAX_US", "Anchor", "ClockPoint", "Shift", "align", "anchor_of", "clock_point"]
 
-MAX_US: Final = 1e16
-"""Times beyond this many µs (three centuries) mean nothing."""
+MAX_US: Final = 4e15
+"""Times beyond this many µs (126 years) mean nothing; in ns, sums of two still fit into 64 bits."""
 
 _EPOCH_US: Final = 1e14
 """Times beyond this many µs (year 1973) count from the Unix epoch, as torch's profiler writes them."""

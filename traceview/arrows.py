@@ -7,10 +7,15 @@ Viewers bind an ``s`` or ``f`` event to whichever span encloses it, which is oft
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from typing import Final
 
-__all__ = ["ArrowEnd", "Arrows", "arrow_number"]
+from traceview.event import Event
+
+__all__ = ["Arrows", "arrow_number"]
+
+_SPREAD: Final = 0x9E3779B97F4A7C15  # odd, so different ids of one group stay different
+_MASK: Final = (1 << 64) - 1
 
 
 def arrow_number(*parts: str) -> int:
@@ -19,71 +24,102 @@ def arrow_number(*parts: str) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-@dataclass(frozen=True, slots=True)
-class ArrowEnd:
-    """One ``s``, ``t`` or ``f`` event: ``key`` is (category, name, id)."""
-
-    event: int
-    phase: str
-    key: tuple[str, str, str]
-    at_ns: int
-
-
-@dataclass(slots=True)
 class Arrows:
     """The arrows of one file, found span by span.
 
-    Attributes:
+    Args:
         file: Mixed into the numbers of arrows that begin and end in this file: other files count from 1 too.
+
+    Attributes:
+        ends: Event number of an ``s``, ``t`` or ``f`` to (its phase, the number of its arrow, its id as text).
         bound: Event number of a span to its arrow ends, as (number, out, in).
-        alone: Events of ends that no span could take.
-        kept: Events of ends that stay as they are, with their new id: their span already has an arrow.
+        alone: How many ends no span could take.
+        kept: Event number of ends that stay as they are, with their new id: their span already has an arrow.
     """
 
-    file: str
-    ends: list[ArrowEnd] = field(default_factory=list)
-    bound: dict[int, list[tuple[int, bool, bool]]] = field(default_factory=dict)
-    alone: list[int] = field(default_factory=list)
-    kept: dict[int, int] = field(default_factory=dict)
-    _numbers: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    _places: list[tuple[ArrowEnd, int]] = field(default_factory=list)
+    def __init__(self, file: str) -> None:
+        self.ends: dict[int, tuple[str, int, str]] = {}
+        self.bound: dict[int, list[tuple[int, bool, bool]]] = {}
+        self.alone = 0
+        self.kept: dict[int, int] = {}
+        self._file = arrow_number("file", file)
+        self._groups: dict[tuple[str, str], int] = {}
+        self._places: list[tuple[int, str, int, int]] = []  # event, phase, arrow, span
 
-    def place(self, end: ArrowEnd, open_spans: Sequence[int], args: Callable[[int], bytes]) -> None:
-        """Give an end to one of the spans open at its time, innermost last: the one that names the call, if any."""
-        if not open_spans:
-            self.alone.append(end.event)
-            return
-        span = open_spans[-1]
-        if len(open_spans) > 1:
-            marks = (f'"call":"{end.key[2]}"'.encode(), f'"call": "{end.key[2]}"'.encode())
-            span = next((s for s in reversed(open_spans) if any(mark in args(s) for mark in marks)), span)
-        self._places.append((end, span))
+    def note(self, number: int, event: Event) -> None:
+        """Take an ``s``, ``t`` or ``f`` event."""
+        base = self._groups.get((event.cat, event.name))
+        if base is None:
+            base = self._groups[event.cat, event.name] = arrow_number("arrow", event.cat, event.name)
+        ident = event.id
+        if isinstance(ident, str):
+            try:
+                value = int(ident, 16)
+            except ValueError:
+                value = arrow_number(ident)
+            self.ends[number] = event.ph, (base + value * _SPREAD) & _MASK, ident
+        else:
+            self.ends[number] = event.ph, (base + ident * _SPREAD) & _MASK, str(ident)
 
-    def settle(self, *, several: bool, taken: Callable[[int], bool]) -> None:
-        """Decide once all ends are placed.
+    def find(self, events: Iterable[tuple[int, int, int, bool]], args: Callable[[int], bytes]) -> None:
+        """Give each end of one thread to a span that is open at its time: the one that names the call, else the inner.
+
+        Args:
+            events: (number, start, end, whether a span) of all events of the thread, in order of time.
+            args: Returns the args of an event by number.
+        """
+        opened: list[tuple[int, int]] = []
+        ends, places = self.ends, self._places
+        for number, start, end, is_span in events:
+            if is_span:
+                opened.append((end, number))
+                continue
+            if number not in ends:
+                continue
+            opened = [pair for pair in opened if pair[0] >= start]
+            if not opened:
+                self.alone += 1
+                continue
+            phase, arrow, ident = ends[number]
+            span = opened[-1][1]
+            if len(opened) > 1:
+                mark = f'"call":"{ident}"'.encode()
+                if mark not in args(span):
+                    span = next((n for _, n in reversed(opened) if mark in args(n)), span)
+            places.append((number, phase, arrow, span))
+
+    def settle(self, *, several: bool, taken: Callable[[int], bool]) -> tuple[list[int], list[int]]:
+        """Decide once all ends are placed; return the numbers that leave, and those that arrive.
 
         Args:
             several: Whether the output lets a span have several arrows.
             taken: Whether a span already has an arrow of its own.
         """
-        out = {end.key for end, _ in self._places if end.phase == "s"}
-        local = out & {end.key for end, _ in self._places if end.phase == "f"}
-        crowded: set[tuple[str, str, str]] = set()
+        places, self._places = self._places, []
+        local = {arrow for _, phase, arrow, _ in places if phase == "s"}
+        local.intersection_update([arrow for _, phase, arrow, _ in places if phase == "f"])
+        crowded: set[int] = set()
         if not several:
-            used: dict[int, tuple[str, str, str]] = {}
-            for end, span in self._places:
-                if taken(span) or used.setdefault(span, end.key) != end.key:
-                    crowded.add(end.key)
-        for end, span in self._places:
-            number = self._number(end.key, local=end.key in local)
-            if end.key in crowded:
-                self.kept[end.event] = number
+            used: dict[int, int] = {}
+            for _, _, arrow, span in places:
+                if used.setdefault(span, arrow) != arrow or taken(span):
+                    crowded.add(arrow)
+        bound = self.bound
+        out: list[int] = []
+        into: list[int] = []
+        for event, phase, arrow, span in places:
+            number = arrow ^ self._file if arrow in local else arrow
+            if phase != "f":
+                out.append(number)
+            if phase != "s":
+                into.append(number)
+            if arrow in crowded:
+                self.kept[event] = number
             else:
-                self.bound.setdefault(span, []).append((number, end.phase in "st", end.phase in "tf"))
-        self._places = []
-
-    def _number(self, key: tuple[str, str, str], *, local: bool) -> int:
-        found = self._numbers.get(key)
-        if found is None:
-            found = self._numbers[key] = arrow_number("arrow", self.file if local else "", *key)
-        return found
+                end = (number, phase != "f", phase != "s")
+                before = bound.get(span)
+                if before is None:
+                    bound[span] = [end]
+                else:
+                    before.append(end)
+        return out, into

@@ -57,10 +57,6 @@ class Event(msgspec.Struct, omit_defaults=True, gc=False):
     id: int | str = ""
     id2: msgspec.Raw = NO_ARGS
     bp: str = ""
-    scope: str = ""
-    cname: str = ""
-    tts: float | None = None
-    tdur: float | None = None
     args: msgspec.Raw = NO_ARGS
 
 
@@ -153,7 +149,7 @@ class Repairer:
         event = Event(name=_text(value.get("name", "")), ph=phase, ts=ts, cat=_text(value.get("cat", "")))
         event.dur = self._number(value.get("dur"), "dur", where) if phase == "X" else None
         event.pid, event.tid = self.identity(value.get("pid", 0)), self.identity(value.get("tid", 0))
-        for key in ("s", "track", "bp", "scope", "cname"):
+        for key in ("s", "track", "bp"):
             if isinstance(value.get(key), str):
                 setattr(event, key, value[key])
         for key in ("id", "bind_id"):

@@ -17,15 +17,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traceview.align import MAX_US, Shift
-from traceview.arrows import ArrowEnd, Arrows
-from traceview.event import NO_ARGS, Event, args_of, encode_args
+from traceview.arrows import Arrows
+from traceview.event import NO_ARGS, Event, args_of, encode_args, encode_event
 from traceview.keep import Keep
 from traceview.lanes import Lanes
 from traceview.problems import Problems
 from traceview.reader import Blocks, Source, read_batches
 from traceview.store import Store
 
-__all__ = ["FORMAT", "Encoder", "PartJob", "PartReport", "ProcessReport", "Row", "merge_part"]
+__all__ = [
+    "FORMAT",
+    "Encoder",
+    "PartJob",
+    "PartReport",
+    "ProcessReport",
+    "Row",
+    "merge_part",
+    "report_dict",
+    "report_of",
+]
 
 FORMAT: Final = 1
 """Newest trace format this program knows."""
@@ -193,10 +203,10 @@ class _Lookup(dict[tuple[int, int], int]):
 class _Segment:
     """Events with the arrays that are sorted by: start, end, thread, track, and whether it is a span."""
 
-    def __init__(self, directory: Path, memory_events: int) -> None:
+    def __init__(self, directory: Path, memory_events: int, label: str) -> None:
         self.store = Store(directory, memory_events)
         self._columns: list[tuple[Ints, Ints, Ints, Ints, NDArray[np.bool_]]] = []
-        self.arrow_ends: list[ArrowEnd] = []
+        self.arrows = Arrows(label)
 
     def __len__(self) -> int:
         return len(self.store)
@@ -230,7 +240,7 @@ class _Part:
         self._headed = False
         self._writer_pid: int | None = None
         self._next_tid = _FIRST_TID + job.number * _ROWS_PER_FILE
-        self._segment = _Segment(directory, job.memory_events)
+        self._segment = _Segment(directory, job.memory_events, self._label)
         shift = job.shift
         self._add_ns = shift.add_ns + job.base_us * 1000
         self._points = None
@@ -238,6 +248,8 @@ class _Part:
             self._points = (np.array(shift.at_ns, dtype=np.float64), np.array(shift.offset_ns, dtype=np.float64))
         self._spans: list[Event] = []
         self._others: list[Event] = []
+        self._clean: dict[bytes, msgspec.Raw] = {}  # args of counters, as they were and without what is no number
+        self._bound_numbers: Ints = np.zeros(0, dtype=np.int64)
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
@@ -304,7 +316,7 @@ class _Part:
         thread = np.array([lookup[e.pid, e.tid] for e in events], dtype=np.int32)
         track = np.array([hash(e.track) if e.track else 0 for e in events], dtype=np.int64)
         if not spans:
-            self._note_arrows(events, start)
+            self._note_arrows(events)
         self._note_times(thread, start, end, track)
         self._segment.add(events, (start, end, thread, track, np.full(len(events), spans)))
 
@@ -342,14 +354,16 @@ class _Part:
             if not self._threads[index].tracked and track[here].any():
                 self._threads[index].tracked = True
 
-    def _note_arrows(self, events: list[Event], start: Ints) -> None:
-        first = len(self._segment)
-        for place, event in enumerate(events):
-            if event.ph in "stf":
-                key = (event.cat, event.name, str(event.id))
-                self._segment.arrow_ends.append(ArrowEnd(first + place, event.ph, key, int(start[place])))
-            elif event.ph in "ben" and event.id != "":  # of this process, whoever else uses the same number
+    def _note_arrows(self, events: list[Event]) -> None:
+        number = len(self._segment)
+        note = self._segment.arrows.note
+        for event in events:
+            phase = event.ph
+            if phase in "stf":
+                note(number, event)
+            elif phase in "ben" and event.id != "":  # of this process, whoever else uses the same number
                 event.id2, event.id = encode_args({"local": str(event.id)}), ""
+            number += 1
 
     def _check_writers(self, events: list[Event]) -> None:
         """Two processes that write one file are told: their lines may have torn each other."""
@@ -499,6 +513,11 @@ class _Part:
 
     def _clean_counter(self, event: Event) -> bool:
         """Keep the numeric series only: viewers refuse others."""
+        raw = bytes(event.args)
+        known = self._clean.get(raw)
+        if known is not None:
+            event.args = known
+            return True
         args = args_of(event)
         numbers = {k: v for k, v in args.items() if isinstance(v, int | float) and type(v) is not bool}
         if self._headed is False:
@@ -507,7 +526,9 @@ class _Part:
             self._problem("ZT0109", "counter_without_numbers", f"{self._label}: {event.name} dropped")
             return False
         if len(numbers) != len(args):
-            event.args = encode_args(numbers)
+            event.args = msgspec.Raw(encode_event(numbers))
+        if len(self._clean) < _BATCH:
+            self._clean[raw] = event.args
         return True
 
     def _check_ends(self) -> None:
@@ -529,20 +550,19 @@ class _Part:
         order = np.lexsort((-end, start))
         rows = self._rows(order, start, end, thread, track, span)
         arrows = self._arrows(segment, order, start, end, thread, span)
-        gone = set(arrows.alone) | {e.event for e in segment.arrow_ends if e.event not in arrows.kept}
-        gone -= set(arrows.kept)
+        gone = np.zeros(len(order), dtype=bool)
+        gone[[number for number in arrows.ends if number not in arrows.kept]] = True
         pids = np.array([t.process.pid for t in self._threads], dtype=np.int64)[thread]
-        np.add.at(counts := np.zeros(len(self._threads), dtype=np.int64), thread, 1)
+        counts = np.bincount(thread[~gone], minlength=len(self._threads))
         for one, count in zip(self._threads, counts.tolist(), strict=True):
             one.process.report.events += count
-        for number in gone:
-            self._threads[thread[number]].process.report.events -= 1
         self._report.spans += int(span.sum())
+        order = order[~gone[order]]
         for at in range(0, len(order), _BATCH):
-            self._emit(order[at : at + _BATCH], start, end, pids, rows, span, arrows, gone)
+            self._emit(order[at : at + _BATCH], start, end, pids, rows, span, arrows)
         self._note_floors(thread, end)
         segment.store.close()
-        self._segment = _Segment(self._directory, self._job.memory_events)
+        self._segment = _Segment(self._directory, self._job.memory_events, self._label)
 
     def _emit(
         self,
@@ -553,10 +573,7 @@ class _Part:
         rows: Ints,
         span: NDArray[np.bool_],
         arrows: Arrows,
-        gone: set[int],
     ) -> None:
-        if gone:
-            numbers = numbers[[n not in gone for n in numbers.tolist()]]
         events = self._segment.store.get(numbers)
         starts, ends = start[numbers], end[numbers]
         times: list[float] = (starts / 1000).tolist()
@@ -583,20 +600,19 @@ class _Part:
         self, events: list[Event], numbers: Ints, arrows: Arrows, more: dict[int, list[tuple[int, bool, bool]]]
     ) -> None:
         """Write the arrows found for these spans into them; ends that stay get their new id."""
-        for place, number in enumerate(numbers.tolist()):
+        wanted = np.flatnonzero(np.isin(numbers, self._bound_numbers, kind="sort"))
+        for place, number in zip(wanted.tolist(), numbers[wanted].tolist(), strict=True):
             event = events[place]
             ends = arrows.bound.get(number)
+            if ends is None:
+                event.id, event.bp = hex(arrows.kept[number]), "e"
+                continue
+            if event.bind_id == "":
+                arrow, event.flow_out, event.flow_in = ends[0]
+                event.bind_id = hex(arrow)
+                ends = ends[1:]
             if ends:
-                for arrow, out, into in ends:
-                    self._arrow_end(arrow, out=out, into=into)
-                if event.bind_id == "":
-                    event.bind_id, event.flow_out, event.flow_in = f"0x{ends[0][0]:x}", ends[0][1], ends[0][2]
-                    ends = ends[1:]
-                if ends:
-                    more[place] = ends
-            elif number in arrows.kept:
-                event.id, event.bp = f"0x{arrows.kept[number]:x}", "e"
-                self._arrow_end(arrows.kept[number], out=event.ph == "s", into=event.ph == "f")
+                more[place] = ends
 
     def _arrow_end(self, bind_id: int | str, *, out: bool, into: bool) -> None:
         try:
@@ -604,15 +620,16 @@ class _Part:
         except ValueError:
             number = hash(bind_id)
         number &= (1 << 64) - 1
+        self._count_ends([number] if out else [], [number] if into else [])
+
+    def _count_ends(self, out: list[int], into: list[int]) -> None:
         report = self._report
-        if out:
-            report.arrows[0] += 1
-            if len(report.out_ends) < _KEPT_ARROWS:
-                report.out_ends.append(number)
-        if into:
-            report.arrows[1] += 1
-            if len(report.in_ends) < _KEPT_ARROWS:
-                report.in_ends.append(number)
+        report.arrows[0] += len(out)
+        report.arrows[1] += len(into)
+        if len(report.out_ends) < _KEPT_ARROWS:
+            report.out_ends.extend(out)
+        if len(report.in_ends) < _KEPT_ARROWS:
+            report.in_ends.extend(into)
 
     def _rows(
         self, order: Ints, start: Ints, end: Ints, thread: Ints, track: Ints, span: NDArray[np.bool_]
@@ -673,33 +690,20 @@ class _Part:
         self, segment: _Segment, order: Ints, start: Ints, end: Ints, thread: Ints, span: NDArray[np.bool_]
     ) -> Arrows:
         """Give the ``s`` and ``f`` events of other tools to the spans they belong to."""
-        arrows = Arrows(self._label)
-        if not segment.arrow_ends:
+        arrows = segment.arrows
+        if not arrows.ends:
             return arrows
-        ends_of: dict[int, ArrowEnd] = {e.event: e for e in segment.arrow_ends}
-        used = set(thread[[e.event for e in segment.arrow_ends]].tolist())
-        opened: dict[int, list[int]] = {index: [] for index in used}
-
-        def args(number: int) -> bytes:
-            return bytes(segment.store.get(np.array([number]))[0].args)
-
-        for number in order[np.isin(thread[order], list(used))].tolist():
-            spans = opened[int(thread[number])]
-            if span[number]:
-                spans.append(number)
-                continue
-            arrow = ends_of.get(number)
-            if arrow is not None:
-                spans[:] = [s for s in spans if end[s] >= arrow.at_ns]
-                arrows.place(arrow, spans, args)
+        store = segment.store
+        for index in np.unique(thread[list(arrows.ends)]).tolist():
+            mine = order[thread[order] == index]
+            columns = (mine, start[mine], end[mine], span[mine])
+            arrows.find(zip(*(column.tolist() for column in columns), strict=True), store.args)
         if arrows.alone:
             text = f"{self._label} has arrow ends outside of any span: dropped"
-            self._problem("ZT0109", "arrow_without_span", text, len(arrows.alone))
-
-        def taken(number: int) -> bool:
-            return segment.store.get(np.array([number]))[0].bind_id != ""
-
-        arrows.settle(several=self._encoder.several_arrows, taken=taken)
+            self._problem("ZT0109", "arrow_without_span", text, arrows.alone)
+        out, into = arrows.settle(several=self._encoder.several_arrows, taken=store.has_arrow)
+        self._count_ends(out, into)
+        self._bound_numbers = np.array(sorted({*arrows.bound, *arrows.kept}), dtype=np.int64)
         return arrows
 
     # -- the end ---------------------------------------------------------------------------------------------------
@@ -782,5 +786,3 @@ def report_of(found: dict[str, Any]) -> PartReport:
     report.out_ends, report.in_ends = array("Q", found["out_ends"]), array("Q", found["in_ends"])
     return report
 
-
-decode_report = msgspec.json.Decoder().decode

@@ -112,6 +112,20 @@ class _Sequence:
         return found
 
 
+class _Row:
+    """One thread of the output: its open spans, as (end, packet that ends it), outermost first."""
+
+    __slots__ = ("begin", "end", "end_size", "instant", "stack")
+
+    def __init__(self, tid: int, sequence: _Sequence) -> None:
+        track = b"\x58" + varint(tid)
+        event = _END + track
+        self.begin, self.instant = _BEGIN + track, _INSTANT + track
+        self.end = sequence.mark + b"\x5a" + _SHORT[len(event)] + event
+        self.end_size = len(self.end) + 1
+        self.stack: list[tuple[int, bytes]] = []
+
+
 class PerfettoEncoder:
     """Turns placed events, in order of time per row, into packets; one encoder per part of the output."""
 
@@ -119,9 +133,7 @@ class PerfettoEncoder:
 
     def __init__(self) -> None:
         self._sequences: dict[int, _Sequence] = {}
-        self._rows: dict[int, bytes] = {}
-        self._open: dict[int, list[int]] = {}  # row -> ends of its open spans, outermost first
-        self._where: dict[int, _Sequence] = {}
+        self._rows: dict[int, _Row] = {}
         self._args: dict[tuple[int, bytes], bytes] = {}
         self.dropped = 0
 
@@ -130,6 +142,7 @@ class PerfettoEncoder:
     ) -> bytes:
         """Return the packets of events whose ``pid`` and ``tid`` are those of the output; times in nanoseconds."""
         stamps, width = _stamps(starts)
+        end_stamps, end_width = _stamps(ends)
         out: list[bytes] = []
         put = out.append
         sequence = None
@@ -140,16 +153,15 @@ class PerfettoEncoder:
             if event.ph != "X":
                 self._other(event, sequence, stamp, out)
                 continue
-            tid = event.tid
-            stack = self._open.get(tid)
-            if stack is None:
-                stack = self._row(tid, sequence)
-            start, end = starts[at], ends[at]
-            row = self._rows[tid]
-            while stack and stack[-1] <= start:
-                put(self._end(stack.pop(), row, sequence))
-            stack.append(end)
-            body = _BEGIN + row + (sequence.names.get(event.name) or sequence.name(event.name))
+            row = self._rows.get(event.tid) or self._row(event.tid, sequence)
+            stack = row.stack
+            start = starts[at]
+            while stack and stack[-1][0] <= start:
+                put(stack.pop()[1])
+            stamp_of_end = end_stamps[at * end_width : at * end_width + end_width]
+            size = end_width + row.end_size
+            stack.append((ends[at], b"\x0a" + _SHORT[size] + b"\x40" + stamp_of_end + row.end))
+            body = row.begin + (sequence.names.get(event.name) or sequence.name(event.name))
             cat = event.cat
             if cat:
                 body += sequence.cats.get(cat) or sequence.category(cat)
@@ -165,9 +177,9 @@ class PerfettoEncoder:
     def finish(self) -> bytes:
         """Return the ends of all spans that are still open."""
         out = []
-        for tid, stack in self._open.items():
-            while stack:
-                out.append(self._end(stack.pop(), self._rows[tid], self._where[tid]))
+        for row in self._rows.values():
+            while row.stack:
+                out.append(row.stack.pop()[1])
         return b"".join(out)
 
     # -- parts of a packet -----------------------------------------------------------------------------------------
@@ -178,15 +190,9 @@ class PerfettoEncoder:
             found = self._sequences[pid] = _Sequence(pid)
         return found
 
-    def _row(self, tid: int, sequence: _Sequence) -> list[int]:
-        self._rows[tid] = b"\x58" + varint(tid)
-        self._where[tid] = sequence
-        return self._open.setdefault(tid, [])
-
-    def _end(self, at: int, row: bytes, sequence: _Sequence) -> bytes:
-        event = _END + row
-        body = b"\x40" + varint(at) + sequence.mark + b"\x5a" + _SHORT[len(event)] + event
-        return b"\x0a" + _SHORT[len(body)] + body
+    def _row(self, tid: int, sequence: _Sequence) -> _Row:
+        row = self._rows[tid] = _Row(tid, sequence)
+        return row
 
     def _whole(self, sequence: _Sequence, stamp: bytes, event: bytes) -> bytes:
         body = b"\x40" + stamp + sequence.mark + sequence.flags
@@ -204,11 +210,20 @@ class PerfettoEncoder:
         key = (sequence.pid, raw)
         found = self._args.get(key)
         if found is None:
-            args = args_of(event)
-            found = b"".join(
-                _chunk(b"\x22", (sequence.keys.get(name) or sequence.key(name)) + _value(value))
-                for name, value in args.items()
-            )
+            keys = sequence.keys
+            parts = []
+            for name, value in args_of(event).items():
+                body = keys.get(name) or sequence.key(name)
+                kind = type(value)
+                if kind is str:
+                    text = value.encode("utf-8", "replace")
+                    body += b"\x32" + (_SHORT[len(text)] if len(text) < 1 << 14 else varint(len(text))) + text
+                elif kind is int and 0 <= value < 1 << 14:
+                    body += b"\x20" + _SHORT[value]
+                else:
+                    body += _value(value)
+                parts.append(b"\x22" + (_SHORT[len(body)] if len(body) < 1 << 14 else varint(len(body))) + body)
+            found = b"".join(parts)
             if len(self._args) >= _MAX_CACHED:
                 self._args.clear()
             self._args[key] = found
@@ -222,9 +237,8 @@ class PerfettoEncoder:
                     track = self._extra(sequence, ("C", f"{event.name}\0{series}"), out, event.name, series)
                     out.append(self._whole(sequence, stamp, _COUNTER + track + b"\xe1\x02" + struct.pack("<d", number)))
         elif phase in "iI":
-            if event.tid not in self._rows:
-                self._row(event.tid, sequence)
-            self._named(event, sequence, stamp, _INSTANT + self._rows[event.tid], out)
+            row = self._rows.get(event.tid) or self._row(event.tid, sequence)
+            self._named(event, sequence, stamp, row.instant, out)
         elif phase in "ben":
             track = self._extra(sequence, ("b", f"{event.cat}\0{bytes(event.id2)!r}"), out, event.name, None)
             count = sequence.opened.get(track, 0)

@@ -383,9 +383,10 @@ def _quick(piece: bytes) -> list[Event] | None:
             piece.decode()
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    for event in events:
-        if event.ph not in _FAST_PHASES or (event.ts is None and event.ph != "M"):
-            return None
+    if not {event.ph for event in events} <= _FAST_PHASES:
+        return None
+    if None in [event.ts for event in events] and any(event.ts is None and event.ph != "M" for event in events):
+        return None
     return events
 
 

@@ -59,6 +59,18 @@ class Store:
         lines = self._lines(numbers)
         return decode_events(b"[" + b",".join(lines) + b"]")
 
+    def one(self, number: int) -> Event:
+        """Return one event, not to be changed."""
+        return self._events[number] if self._fd < 0 else self.get(np.array([number]))[0]
+
+    def args(self, number: int) -> bytes:
+        """Return the args of an event, encoded."""
+        return bytes(self.one(number).args)
+
+    def has_arrow(self, number: int) -> bool:
+        """Return whether an event has an arrow of its own."""
+        return self.one(number).bind_id != ""
+
     def close(self) -> None:
         """Release memory and file."""
         self._events = []
