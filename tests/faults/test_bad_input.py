@@ -160,6 +160,22 @@ def test_a_setup_that_hangs_is_told_at_the_deadline(kit: RunKit) -> None:
     assert time.monotonic() - began < scaled(9)
 
 
+def test_ranks_that_run_different_code_are_refused(kit: RunKit) -> None:
+    """Two versions of an engine in one role: exit 3 at the start, with both ranks and both digests."""
+    (kit.directory / "two_versions.py").write_text(
+        "import os\n"
+        "import zbus\n"
+        "class Actor(zbus.Engine):\n"
+        "    @zbus.endpoint()\n"
+        "    def work(self): ...\n"
+        "    if os.environ.get('RANK') == '1':\n"
+        "        @zbus.endpoint()\n"
+        "        def newer(self): ...\n"
+    )
+    done = kit.run("roles.actor.engine=two_versions.py:Actor")
+    expect(done, 3, "ZB0201", "actor/0", "actor/1", "different code", "same version")
+
+
 def test_a_missing_role_or_endpoint_is_answered_with_the_near_name(kit: RunKit) -> None:
     """bus.group("actr") and actor.stepp are errors at once that name what there is."""
     (kit.directory / "drv.py").write_text(
