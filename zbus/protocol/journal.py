@@ -32,10 +32,10 @@ from __future__ import annotations
 import bisect
 import enum
 import struct
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
+from zlib import crc32
 
 from zbus.protocol.messages import Buffers
 
@@ -113,11 +113,8 @@ class Fate(enum.Enum):
 
 def fingerprint(frames: Buffers) -> int:
     """Return 64 bits that tell one encoded reply from another: its size and the CRC-32 of the head of its body."""
-    body = frames[0]
-    size = len(body)
-    if len(frames) > 1:
-        size = sum(frame.nbytes if type(frame) is memoryview else len(frame) for frame in frames)
-    return min(size, 0xFFFF_FFFF) << 32 | zlib.crc32(body if size <= _HEAD_BYTES else body[:_HEAD_BYTES])
+    size = sum(frame.nbytes if type(frame) is memoryview else len(frame) for frame in frames)
+    return min(size, 0xFFFF_FFFF) << 32 | crc32(frames[0][:_HEAD_BYTES])
 
 
 class LaneRing:
@@ -150,11 +147,14 @@ class LaneRing:
         """Mark that it ended by an exception. Right after."""
         self._marks[seq & _MASK] = seq << 8 | _RAISED
 
-    def answered(self, seq: int, reply: int) -> None:
-        """Keep the fingerprint of its encoded reply."""
+    def answered(self, seq: int, frames: Buffers) -> None:
+        """Keep the fingerprint of its encoded reply. After ``end``, before the reply leaves."""
+        body = frames[0]
+        size = len(body)
         index = seq & _MASK
-        self._prints[index] = reply
-        self._marks[index] |= _ANSWERED
+        short = size <= _HEAD_BYTES and len(frames) == 1
+        self._prints[index] = size << 32 | crc32(body) if short else fingerprint(frames)
+        self._marks[index] = seq << 8 | _ENDED | _ANSWERED
 
     @property
     def running(self) -> bool:

@@ -26,7 +26,7 @@ from zbus import failpoints
 from zbus.codec import decode, encode
 from zbus.codec.exceptions import describe_exception
 from zbus.engine import EndpointSpec, Engine
-from zbus.protocol.journal import LaneRing, fingerprint
+from zbus.protocol.journal import LaneRing
 from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Status, StreamCredit
 from zbus.trace.tracer import get_tracer
 
@@ -248,7 +248,7 @@ class Executor:
             if trap is not None:
                 trap("after_exec")
             frames = encode(value, snapshot=True)
-            ring.answered(seq, fingerprint(frames))
+            ring.answered(seq, frames)
         except BaseException as error:  # whatever a method raises is its call's outcome  # noqa: BLE001
             self._fail(request, index, method, error, started, decoded)
             return False
@@ -359,7 +359,7 @@ class Executor:
             if trap is not None:
                 trap("after_exec")
             frames = encode(value, snapshot=True)
-            ring.answered(seq, fingerprint(frames))
+            ring.answered(seq, frames)
         except BaseException as error:  # as in _run_one; a cancel is an outcome too  # noqa: BLE001
             self._fail(request, index, method, error, started, decoded)
             return False

@@ -80,7 +80,7 @@ while True:
     ring.begin(seq)
     counter.write(b".")
     ring.end(seq)
-    ring.answered(seq, seq)
+    ring.answered(seq, (b"reply",))
     seq += 1
 """
     worker = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[3])
@@ -112,7 +112,7 @@ def test_a_full_disk_costs_the_journal_and_nothing_else(path: Path, monkeypatch:
         ring = writer.ring(SESSION, "gen")
         ring.begin(0)
         ring.end(0)
-        ring.answered(0, 1)
+        ring.answered(0, (b"reply",))
     assert writer.ring(SESSION, "gen") is ring
     assert writer.unkept == 1
     report = read(path)

@@ -40,8 +40,8 @@ class Told(LaneRing):
         super().raised(seq)
         story.append(("raised", seq))
 
-    def answered(self, seq: int, reply: int) -> None:
-        super().answered(seq, reply)
+    def answered(self, seq: int, frames: Any) -> None:
+        super().answered(seq, frames)
         story.append(("answered", seq))
 
 

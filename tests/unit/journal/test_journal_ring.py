@@ -61,7 +61,7 @@ class Life:
             self.ring.end(seq)
         self.truth[seq] = Fate.RAISED if raises else Fate.ENDED
         if answers and not raises:
-            self.ring.answered(seq, 77)
+            self.ring.answered(seq, (b"reply",))
 
 
 def told(marks: list[int]) -> LaneHistory:
@@ -169,3 +169,16 @@ def test_fingerprints_tell_replies_apart() -> None:
     for one, other in itertools.combinations(replies, 2):
         assert fingerprint(one) != fingerprint(other)
     assert fingerprint((bytearray(b"abc"), memoryview(b"d"))) == fingerprint((b"abc", b"d"))
+
+
+@pytest.mark.parametrize("frames", [(b"",), (b"abc",), (bytes(3000),), (b"abc", memoryview(bytes(70_000)))])
+def test_the_fingerprint_of_a_reply_is_kept(frames) -> None:
+    """Short replies take a shorter way to the same print."""
+    prints = [0] * RING
+    marks = [0] * RING
+    ring = LaneRing(marks, prints)
+    ring.begin(RING + 1)
+    ring.end(RING + 1)
+    ring.answered(RING + 1, frames)
+    assert prints[1] == fingerprint(frames)
+    assert told(marks).fate(RING + 1) is Fate.ENDED
