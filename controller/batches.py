@@ -10,7 +10,7 @@ from controller.calls import Method, View, encode_calls
 from controller.dispatch import Plan
 from controller.futures import BatchFuture
 from controller.placement import Order, Placement
-from zbus.engine import AnyOne, EndpointSpec, RankZero
+from zbus.engine import AnyOne, EndpointSpec, RankZero, Start
 from zbus.errors import ConfigError
 from zbus.retry import deadline_seconds
 
@@ -25,11 +25,18 @@ class BatchBuilder:
     """
 
     def __init__(
-        self, view: View, method: Callable[[str], Method[..., Any]], *, strict: bool, deadline: float | str | None
+        self,
+        view: View,
+        method: Callable[[str], Method[..., Any]],
+        *,
+        strict: bool,
+        deadline: float | str | None,
+        start: Start = "each",
     ) -> None:
         self._view = view
         self._method = method
         self._strict = strict
+        self._together = start == "together"
         self._deadline_s = None if deadline is None else deadline_seconds(deadline)
         self._calls: list[tuple[EndpointSpec, Plan, BatchFuture[Any]]] = []
         self._closed = False
@@ -110,6 +117,7 @@ class BatchBuilder:
                 methods=tuple(spec.name for spec, _, _ in self._calls),
                 deadline_s=self._deadline_s or self._view.deadline_s or sum(deadlines) or core.deadline_s,
                 strict=self._strict or any(spec.strict for spec, _, _ in self._calls),
+                together=self._together or any(spec.start == "together" for spec, _, _ in self._calls),
             )
         )
         placement.start()

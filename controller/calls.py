@@ -217,6 +217,7 @@ class Method(Generic[P, T]):
                     methods=(spec.name,),
                     deadline_s=options.deadline_s or spec.deadline_s or core.deadline_s,
                     strict=spec.strict,
+                    together=spec.start == "together",
                     retry=options.retry or (NO_RETRY if spec.effect == "once" else DEFAULT_RETRY),
                     effect=spec.effect,
                     streams=spec.streams,

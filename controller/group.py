@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar, cast
 from controller.batches import BatchBuilder
 from controller.calls import Core, Method, View
 from controller.placer import Placer, Roster, is_ready
-from zbus.engine import EndpointSpec
+from zbus.engine import EndpointSpec, Start
 from zbus.errors import ConfigError
 from zbus.retry import RetryPolicy
 
@@ -172,7 +172,9 @@ class Group:
         """Return one of the bus's own methods (``zbus.…``); ``spec`` says how it is called."""
         return Method(self._view, spec)
 
-    def batch(self, *, strict: bool = False, deadline: float | str | None = None) -> BatchBuilder:
+    def batch(
+        self, *, strict: bool = False, deadline: float | str | None = None, start: Start = "each"
+    ) -> BatchBuilder:
         """Collect several ordered calls and place them as one.
 
         ::
@@ -185,8 +187,9 @@ class Group:
         Args:
             strict: A failed call makes the later ones NOT_EXECUTED on that rank.
             deadline: For the whole batch: seconds or text.
+            start: ``"together"``: the batch begins on no rank until all hold it; also if one of its endpoints says so.
         """
-        return BatchBuilder(self._view, self.__getattr__, strict=strict, deadline=deadline)
+        return BatchBuilder(self._view, self.__getattr__, strict=strict, deadline=deadline, start=start)
 
 
 def _unknown(role: str, name: str, table: Mapping[str, EndpointSpec]) -> str:

@@ -52,6 +52,7 @@ class Order:
         methods: Endpoint name of each call.
         deadline_s: Seconds from the start, or None.
         strict: A failed call stops the later ones.
+        together: It begins on no member until all hold it.
         retry: How often a call may run again; only ever applied to one call on one member.
         effect: See ``zbus.engine.Effect``.
         streams: The one call's items come one by one.
@@ -72,6 +73,7 @@ class Order:
     methods: Sequence[str]
     deadline_s: float | None
     strict: bool = False
+    together: bool = False
     retry: RetryPolicy | None = None
     effect: Effect = "once"
     streams: bool = False
@@ -158,6 +160,7 @@ class Placement:
             chunk_sink=self._take_chunk if order.streams else None,
             trace=order.trace,
             strict=order.strict,
+            together=order.together,
         )
         if self._tracer is not None:
             self._sent_ns = time.monotonic_ns()

@@ -95,8 +95,9 @@ class Placer(Protocol):
         chunk_sink: ChunkSink | None = None,
         trace: int = 0,
         strict: bool = False,
+        together: bool = False,
     ) -> Placed:
-        """Take ``count`` consecutive places in ``lane`` of every member, atomically.
+        """Take ``count`` consecutive places in ``lane`` of every member, atomically; see ``transport.client.Client``.
 
         Raises:
             Unavailable: A member is not ready; nothing was placed.

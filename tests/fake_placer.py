@@ -105,7 +105,18 @@ class FakePlacer:
         self.under_lock = 0
 
     def place(
-        self, members, lane, payloads, count, *, deadline_s, sink, chunk_sink=None, trace=0, strict=False
+        self,
+        members,
+        lane,
+        payloads,
+        count,
+        *,
+        deadline_s,
+        sink,
+        chunk_sink=None,
+        trace=0,
+        strict=False,
+        together=False,
     ) -> Placed:
         late = [peer for peer in members if peer.state is not FakeState.READY]
         if late:

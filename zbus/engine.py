@@ -40,6 +40,7 @@ __all__ = [
     "Same",
     "Scatter",
     "Split",
+    "Start",
     "Whole",
     "endpoint",
     "endpoints_of",
@@ -59,7 +60,11 @@ T = TypeVar("T")
 Effect = Literal["once", "idempotent", "pure"]
 """``once``: a second run does harm. ``idempotent``: the same worker may run it again. ``pure``: any worker may."""
 
+Start = Literal["each", "together"]
+"""``each``: every rank begins when its turn has come. ``together``: none begins until all of them hold the call."""
+
 EFFECTS: Final = ("once", "idempotent", "pure")
+STARTS: Final = ("each", "together")
 MAIN: Final = "main"
 RESERVED_LANES: Final = frozenset({"ctl", "data", "discovery"})
 RESERVED_NAMES: Final = frozenset(
@@ -315,6 +320,7 @@ class EndpointSpec:
         deadline_s: Default deadline in seconds, or None for the group's.
         trace: Name of its span; None: the method's name.
         strict: A failure of this call makes the calls after it in its batch NOT_EXECUTED.
+        start: See ``Start``.
         is_async: A coroutine function or async generator.
         streams: A generator, sync or async.
         parameters: Its parameters without ``self``.
@@ -330,6 +336,7 @@ class EndpointSpec:
     deadline_s: float | None = None
     trace: str | None = None
     strict: bool = False
+    start: Start = "each"
     is_async: bool = False
     streams: bool = False
     parameters: tuple[Parameter, ...] | None = None
@@ -372,6 +379,7 @@ class EndpointSpec:
             "deadline_s": self.deadline_s,
             "trace": self.trace,
             "strict": self.strict,
+            "start": self.start,
             "is_async": self.is_async,
             "streams": self.streams,
             "parameters": None if self.parameters is None else [[p.name, p.kind, p.required] for p in self.parameters],
@@ -397,6 +405,7 @@ class EndpointSpec:
                 deadline_s=data.get("deadline_s"),
                 trace=data.get("trace"),
                 strict=bool(data.get("strict", False)),
+                start="together" if data.get("start") == "together" else "each",
                 is_async=bool(data.get("is_async", False)),
                 streams=bool(data.get("streams", False)),
                 parameters=None if parameters is None else tuple(Parameter(n, k, r) for n, k, r in parameters),
@@ -503,6 +512,7 @@ def endpoint(
     deadline: float | str | None = ...,
     trace: str | None = ...,
     strict: bool = ...,
+    start: Start = ...,
 ) -> _One: ...
 @overload
 def endpoint(
@@ -515,6 +525,7 @@ def endpoint(
     deadline: float | str | None = ...,
     trace: str | None = ...,
     strict: bool = ...,
+    start: Start = ...,
 ) -> _One: ...
 @overload
 def endpoint(
@@ -526,6 +537,7 @@ def endpoint(
     deadline: float | str | None = ...,
     trace: str | None = ...,
     strict: bool = ...,
+    start: Start = ...,
 ) -> _One: ...
 @overload
 def endpoint(
@@ -538,6 +550,7 @@ def endpoint(
     deadline: float | str | None = ...,
     trace: str | None = ...,
     strict: bool = ...,
+    start: Start = ...,
 ) -> _Many: ...
 @overload
 def endpoint(
@@ -550,6 +563,7 @@ def endpoint(
     deadline: float | str | None = ...,
     trace: str | None = ...,
     strict: bool = ...,
+    start: Start = ...,
 ) -> _Many: ...
 @overload
 def endpoint(dispatch: Callable[Concatenate[S, P], R], /) -> Endpoint[S, P, R, list[R]]: ...
@@ -563,6 +577,7 @@ def endpoint(
     deadline: float | str | None = None,
     trace: str | None = None,
     strict: bool = False,
+    start: Start = "each",
 ) -> Any:
     """Declare a method of an engine as callable through the bus.
 
@@ -577,6 +592,9 @@ def endpoint(
         deadline: Default deadline: seconds or text such as ``"2m"``; None: the group's.
         trace: Name of the span; default the method's name.
         strict: A failure makes the calls after it in its batch NOT_EXECUTED.
+        start: ``"together"``: the call begins on no rank until all ranks hold it and are free, so that no collective
+            is entered without a rank that is gone; a rank lost before makes it NOT_EXECUTED everywhere. Costs one
+            more round trip and the wait for the slowest rank; see ``docs/decisions/0010-starting-together.md``.
 
     Raises:
         ConfigError: The declaration contradicts itself; raised where the method is defined.
@@ -588,8 +606,9 @@ def endpoint(
 
     def declare(fn: Any) -> Any:
         spec = _make_spec(
-            fn, dispatch, collect, effect=effect, lane=lane, concurrency=concurrency, trace=trace, strict=strict
-        )
+            fn, dispatch, collect, effect=effect, lane=lane, concurrency=concurrency, trace=trace, strict=strict,
+            start=start,
+        )  # fmt: skip
         if deadline is not None:
             spec = replace(spec, deadline_s=deadline_seconds(deadline, f"deadline of endpoint `{spec.name}`"))
         fn.__zbus_endpoint__ = spec
@@ -608,6 +627,7 @@ def _make_spec(
     concurrency: int | None,
     trace: str | None,
     strict: bool,
+    start: Start,
 ) -> EndpointSpec:
     if not inspect.isfunction(fn):
         msg = f"zbus.endpoint wraps a plain method, not {type(fn).__name__}"
@@ -627,6 +647,7 @@ def _make_spec(
         concurrency=concurrency,
         trace=trace,
         strict=strict,
+        start=start,
         is_async=is_async,
         streams=inspect.isasyncgenfunction(fn) or inspect.isgeneratorfunction(fn),
         parameters=_parameters(fn),
@@ -664,6 +685,12 @@ def _check_spec(spec: EndpointSpec) -> None:
     if spec.streams and not isinstance(spec.dispatch, AnyOne | RankZero):
         msg = f"{where}: a generator's items come from one rank, but {type(spec.dispatch).__name__} calls several"
         raise ConfigError(msg, hint="declare it with AnyOne() or RankZero(), or return a list")
+    if spec.start not in STARTS:
+        msg = f"{where}: start {spec.start!r} is not known"
+        raise ConfigError(msg, hint=f"one of {', '.join(STARTS)}")
+    if spec.start == "together" and isinstance(spec.dispatch, AnyOne | RankZero):
+        msg = f"{where}: {type(spec.dispatch).__name__} calls one rank, which has nobody to start together with"
+        raise ConfigError(msg, hint="leave start out")
     _check_split_names(spec)
     if spec.lane == MAIN and (spec.concurrency or 1) > 1:
         msg = f"{where}: lane `main` runs one call at a time, concurrency {spec.concurrency} cannot be"

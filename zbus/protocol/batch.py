@@ -90,6 +90,7 @@ _CLASS: Final = {
     "shutdown": 4,
     "not_sent": 4,
     "predecessor": 5,
+    "gang": 5,
     "cancelled": 6,
 }
 

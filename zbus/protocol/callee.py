@@ -5,6 +5,7 @@ Theory of operation
 A request, named by (session, lane, first seq), goes through::
 
     HELD (a gap before it) --> QUEUED --> RUNNING --> DONE (replies cached) --> forgotten (below the caller's floor)
+                                  +-> POISED -+   a request that starts together with other workers
 
 - Admission is in seq order without holes; at most ``concurrency`` requests of a lane run at once, and they start in
   seq order (P4). A request is handed out as ``Execute`` once, ever (P2).
@@ -16,6 +17,9 @@ A request, named by (session, lane, first seq), goes through::
   the old session had queued ends as not executed, what runs may end, and nothing of it starts any more (P8).
 - A session that is over (replaced, or it said BYE) is remembered by its id, without its replies: a late copy of its
   HELLO and requests must not open it again and run them a second time.
+- A request that starts together takes its turn like any other, then says POISED and waits for GO with its slot kept.
+  While POISED it does not expire here: the caller has GO or CANCEL on its way to all members, and this one must not
+  decide for itself (the caller gives no GO after the deadline).
 - A place that will not run (expired, cancelled, draining, no such lane) is admitted in order like any other and its
   answer is cached like any other, so that a lost answer is said again and the sequence has no hole.
   Epoch 0 is a guest: it has its own session and may use only the lanes in ``guest_lanes``.
@@ -60,11 +64,17 @@ class RunState(enum.Enum):
 
     HELD = "held"
     QUEUED = "queued"
+    POISED = "poised"
     RUNNING = "running"
     DONE = "done"
 
 
-_PROGRESS: Final = {RunState.HELD: Status.HELD, RunState.QUEUED: Status.QUEUED, RunState.RUNNING: Status.RUNNING}
+_PROGRESS: Final = {
+    RunState.HELD: Status.HELD,
+    RunState.QUEUED: Status.QUEUED,
+    RunState.POISED: Status.POISED,
+    RunState.RUNNING: Status.RUNNING,
+}
 
 
 class _Run:
@@ -83,6 +93,7 @@ class _Run:
         "seq",
         "state",
         "strict",
+        "together",
         "trace",
     )
 
@@ -93,7 +104,10 @@ class _Run:
         self.deadline_ns = now + header.budget_ms * _MS if header.budget_ms else _NEVER
         self.attempt = header.attempt
         self.trace = header.trace
-        self.strict = header.status == Status.STRICT
+        self.strict = self.together = False
+        if header.status:
+            self.strict = header.status in (Status.STRICT, Status.TOGETHER_STRICT)
+            self.together = header.status in (Status.TOGETHER, Status.TOGETHER_STRICT)
         self.arrived_ns = now
         self.state = RunState.HELD
         self.open_calls = header.calls
@@ -115,7 +129,7 @@ class _Lane:
     runs: dict[int, _Run]
     #: QUEUED runs in seq order
     queue: deque[_Run]
-    #: number of RUNNING runs, at most ``concurrency``
+    #: number of RUNNING and POISED runs, at most ``concurrency``
     running: int
 
     def __init__(self, name: str, concurrency: int, peer: bytes) -> None:
@@ -404,7 +418,9 @@ class Callee:
         elif kind == Kind.PROBE:
             self._on_probe(header, session, lane, effects)
         elif kind == Kind.CANCEL:
-            self._on_cancel(header, session, lane, effects)
+            self._on_cancel(header, session, lane, now, effects)
+        elif kind == Kind.GO:
+            self._on_go(header, session, lane, effects)
         elif kind == Kind.ACK:
             self._on_ack(header, lane, effects)
         else:
@@ -416,7 +432,7 @@ class Callee:
         for session in self._sessions.values():
             for lane in session.lanes.values():
                 states = [run.state for run in lane.runs.values()]
-                assert lane.running == states.count(RunState.RUNNING), lane.name
+                assert lane.running == states.count(RunState.RUNNING) + states.count(RunState.POISED), lane.name
                 assert lane.running <= lane.concurrency, lane.name
                 assert len(lane.queue) == states.count(RunState.QUEUED), lane.name
                 assert len(lane.runs) <= 2 * self.window + lane.concurrency, lane.name
@@ -457,7 +473,7 @@ class Callee:
             if known.calls != header.calls:
                 effects.append(self._nack(header, lane.peer, Status.MISMATCH))
             elif header.kind == Kind.SKIP:  # it came as REQ before, and nobody wants it any more
-                self._on_cancel(header, session, lane, effects)
+                self._on_cancel(header, session, lane, now, effects)
             else:
                 self._report(header, session, lane, known, effects)
         elif seq < lane.floor:
@@ -494,16 +510,32 @@ class Callee:
             if run.deadline_ns <= now:
                 self._end_unstarted(session_id, session, lane, run, Status.EXPIRED, effects)
                 continue
-            run.state = RunState.RUNNING
             lane.running += 1
-            effects.append(
-                Execute(
-                    session_id, lane.name, run.seq, run.calls, run.buffers,
-                    None if run.deadline_ns == _NEVER else run.deadline_ns,
-                    run.trace, run.strict, run.attempt, run.arrived_ns, session.epoch,
-                )
-            )  # fmt: skip
-            run.buffers = ()
+            if run.together:
+                run.state = RunState.POISED
+                effects.append(self._progress(session_id, session, lane, run, run.attempt))
+            else:
+                self._execute(session_id, session, lane, run, effects)
+
+    def _execute(
+        self, session_id: bytes, session: _SessionState, lane: _Lane, run: _Run, effects: list[Effect]
+    ) -> None:
+        run.state = RunState.RUNNING
+        effects.append(
+            Execute(
+                session_id, lane.name, run.seq, run.calls, run.buffers,
+                None if run.deadline_ns == _NEVER else run.deadline_ns,
+                run.trace, run.strict, run.attempt, run.arrived_ns, session.epoch,
+            )
+        )  # fmt: skip
+        run.buffers = ()
+
+    def _on_go(self, header: Header, session: _SessionState, lane: _Lane, effects: list[Effect]) -> None:
+        run = lane.runs.get(header.seq)
+        if run is None or run.state is not RunState.POISED:
+            self._on_probe(header, session, lane, effects)  # it came before, and its caller has not heard of it
+        else:
+            self._execute(header.session, session, lane, run, effects)
 
     def _on_probe(self, header: Header, session: _SessionState, lane: _Lane, effects: list[Effect]) -> None:
         run = lane.runs.get(header.seq)
@@ -514,13 +546,17 @@ class Callee:
         elif header.seq >= lane.floor:
             self._reply_unstarted(header, lane, Status.EVICTED, effects)
 
-    def _on_cancel(self, header: Header, session: _SessionState, lane: _Lane, effects: list[Effect]) -> None:
+    def _on_cancel(self, header: Header, session: _SessionState, lane: _Lane, now: int, effects: list[Effect]) -> None:
         run = lane.runs.get(header.seq)
         if run is None:
             self._on_probe(header, session, lane, effects)
         elif run.state is RunState.QUEUED:
             lane.queue.remove(run)
             self._end_unstarted(header.session, session, lane, run, Status.CANCELLED, effects)
+        elif run.state is RunState.POISED:
+            lane.running -= 1
+            self._end_unstarted(header.session, session, lane, run, Status.CANCELLED, effects)
+            self._start(header.session, session, lane, now, effects)
         elif run.state is RunState.RUNNING:
             effects.append(CancelRunning(header.session, lane.name, run.seq))
             self._report(header, session, lane, run, effects)
@@ -547,16 +583,16 @@ class Callee:
         effects.extend(SendTo(chunk, buffers, lane.peer) for chunk, buffers in run.chunks)
         effects.extend(SendTo(reply, buffers, lane.peer) for reply, buffers in run.replies)
         if run.state is not RunState.DONE:
-            effects.append(
-                SendTo(
-                    self._reply_header(
-                        Kind.PROGRESS, header.session, session, lane, run.seq, run.calls, header.attempt,
-                        _PROGRESS[run.state],
-                    ),
-                    (),
-                    lane.peer,
-                )
-            )  # fmt: skip
+            effects.append(self._progress(header.session, session, lane, run, header.attempt))
+
+    def _progress(self, session_id: bytes, session: _SessionState, lane: _Lane, run: _Run, attempt: int) -> SendTo:
+        return SendTo(
+            self._reply_header(
+                Kind.PROGRESS, session_id, session, lane, run.seq, run.calls, attempt, _PROGRESS[run.state]
+            ),
+            (),
+            lane.peer,
+        )
 
     def _end_unstarted(
         self, session_id: bytes, session: _SessionState, lane: _Lane, run: _Run, status: Status, effects: list[Effect]
@@ -603,8 +639,11 @@ class Callee:
 
     def _flush_queues(self, session_id: bytes, session: _SessionState, status: Status, effects: list[Effect]) -> None:
         for lane in session.lanes.values():
-            while lane.queue:
-                self._end_unstarted(session_id, session, lane, lane.queue.popleft(), status, effects)
+            poised = [run for run in lane.runs.values() if run.state is RunState.POISED] if lane.running else ()
+            lane.running -= len(poised)
+            for run in (*poised, *lane.queue):
+                self._end_unstarted(session_id, session, lane, run, status, effects)
+            lane.queue.clear()
 
     def _advance_floor(self, lane: _Lane, floor: int) -> None:
         lane.floor = floor

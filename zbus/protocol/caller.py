@@ -15,6 +15,9 @@ Rules, each with its promise in ``docs/explanation/delivery.md``:
 - A payload is transmitted again only after a reconnect, or when the callee says it has not seen it (NACK gap). Silence
   is answered by a PROBE, which costs a header (P2: retransmission is never re-execution; the callee deduplicates).
 - Every call gets exactly one ``Finish`` (P1). A late answer to a call that has its outcome only frees its place.
+- A request that starts together (``protocol.gang``) runs nowhere before ``release``. Until then it is settled here and
+  at once, whatever happens: that no GO was sent, and none will be, is the proof. After it, GO is said again until the
+  callee has it, before anything else is asked: a member that holds the request must not drop it while others run.
 - Requests leave in seq order, at most ``window_calls`` places and ``window_bytes`` bytes ahead of the floor (P7).
 - ``NOT_EXECUTED`` is said only when proved: never transmitted, or the callee's own word on that very place. A gap that
   the callee reports proves nothing about a later place: it may hold it, and a copy may still be on its way. So a
@@ -30,7 +33,19 @@ from collections import deque
 from typing import Final
 
 from zbus.protocol.journal import Fate, LaneHistory
-from zbus.protocol.messages import Buffers, Chunk, Effect, Finish, Header, Kind, Outcome, OutcomeKind, SendTo, Status
+from zbus.protocol.messages import (
+    Buffers,
+    Chunk,
+    Effect,
+    Finish,
+    Header,
+    Kind,
+    Outcome,
+    OutcomeKind,
+    Poised,
+    SendTo,
+    Status,
+)
 
 __all__ = ["CallerLane", "RequestState", "Timing"]
 
@@ -98,6 +113,7 @@ class _Request:
         "skip",
         "state",
         "strict",
+        "together",
         "trace",
     )
 
@@ -111,6 +127,7 @@ class _Request:
         self.deadline_ns = deadline_ns
         self.trace = trace
         self.strict = strict
+        self.together = 0  # 0: starts when it arrives; else see _HOLDS and _RELEASED
         self.state = RequestState.WAITING
         self.attempts = 0
         self.skip = False  # nobody wants it any more: whenever it goes out (again), it goes out as SKIP
@@ -126,6 +143,13 @@ class _Request:
         self.expected_chunk = 0
         self.acked = 0  # items of a stream that the user has taken
         self.gap_until_ns = 0  # a reported gap has been answered; further reports of it are ignored until then
+
+
+_HOLDS: Final = 1
+"""``_Request.together``: the callee may not start it."""
+
+_RELEASED: Final = 2
+"""``_Request.together``: GO was said."""
 
 
 class CallerLane:
@@ -203,7 +227,7 @@ class CallerLane:
 
     def place(
         self, buffers: Buffers, calls: int, nbytes: int, deadline_ns: int | None, now: int, *,
-        trace: int = 0, strict: bool = False,
+        trace: int = 0, strict: bool = False, together: bool = False,
     ) -> tuple[int, list[Effect]]:  # fmt: skip
         """Take the next ``calls`` places and send when credit allows.
 
@@ -215,6 +239,7 @@ class CallerLane:
             now: Current monotonic time in nanoseconds.
             trace: Caller's span id.
             strict: A failed call makes its successors in this request NOT_EXECUTED.
+            together: It starts only when ``release`` is called, after ``Poised``.
 
         Returns:
             (first seq, effects).
@@ -224,6 +249,8 @@ class CallerLane:
         request = _Request(
             seq, calls, buffers, nbytes, _NEVER if deadline_ns is None else deadline_ns, trace, strict=strict
         )
+        if together:
+            request.together = _HOLDS
         self._requests[seq] = request
         self._order.append(request)
         effects: list[Effect] = []
@@ -245,10 +272,38 @@ class CallerLane:
         if request is None or request.skip or request.cancelled:
             return effects
         request.cancelled = True
+        if request.together == _HOLDS:
+            words = "cancelled before it began on any rank"
+            return self.abandon(seq, Outcome(OutcomeKind.CANCELLED, None, "cancelled", words, request.attempts), now)
         if request.state is RequestState.WAITING and request.attempts == 0:
             self._give_up_place(
                 request, Outcome(OutcomeKind.CANCELLED, None, "cancelled", "cancelled before it was sent", 0), effects
             )
+            self._pump(now, effects)
+        elif self.connected:
+            request.probe_gap = 0
+            self._probe(request, now, effects)
+        return effects
+
+    def release(self, seq: int, now: int) -> list[Effect]:
+        """Let a request start that starts together; all members hold it. From now on it may have run."""
+        request = self._requests.get(seq)
+        if request is None or request.together != _HOLDS or not request.open_calls:
+            return []
+        request.together = _RELEASED
+        request.probe_gap = self.timing.probe_first
+        self._set_probe(request, now + request.probe_gap)
+        return [SendTo(self._header(Kind.GO, request))]
+
+    def abandon(self, seq: int, outcome: Outcome, now: int) -> list[Effect]:
+        """Settle a request that starts together and was not released; the callee is asked to drop it."""
+        effects: list[Effect] = []
+        request = self._requests.get(seq)
+        if request is None or request.together != _HOLDS or not request.open_calls:
+            return effects
+        self._finish_all(request, outcome._replace(attempts=request.attempts), effects)
+        if request.attempts == 0:
+            request.nbytes = 0  # its place still goes out, as SKIP
             self._pump(now, effects)
         elif self.connected:
             request.probe_gap = 0
@@ -306,6 +361,9 @@ class CallerLane:
         for request in list(self._order):
             if request.attempts == 0:
                 outcome = Outcome(OutcomeKind.NOT_EXECUTED, None, reason, evidence, 0)
+            elif request.together == _HOLDS:
+                words = f"{evidence}; the call was not started: it had not begun on any rank"
+                outcome = Outcome(OutcomeKind.NOT_EXECUTED, None, reason, words, request.attempts)
             elif history is not None:
                 self._settle_by(history, request, reason, evidence, effects)
                 self._retire(request)
@@ -421,9 +479,10 @@ class CallerLane:
             effects.append(SendTo(self._header(Kind.SKIP, request)))
             return
         budget = 0 if request.deadline_ns == _NEVER else max(1, (request.deadline_ns - now) // _MS)
-        effects.append(
-            SendTo(self._header(Kind.REQ, request, budget, Status.STRICT if request.strict else 0), request.buffers)
-        )
+        status = Status.STRICT if request.strict else 0
+        if request.together:
+            status = Status.TOGETHER_STRICT if request.strict else Status.TOGETHER
+        effects.append(SendTo(self._header(Kind.REQ, request, budget, status), request.buffers))
 
     def _pump(self, now: int, effects: list[Effect]) -> None:
         waiting = self._waiting
@@ -434,7 +493,10 @@ class CallerLane:
         """Ask how far it is; of a request that nobody wants, ask that it should not run (the answers are the same)."""
         self.probes += 1
         unwanted = request.skip or request.cancelled or request.give_up_ns != _NEVER
-        effects.append(SendTo(self._header(Kind.CANCEL if unwanted else Kind.PROBE, request)))
+        kind = Kind.CANCEL if unwanted else Kind.PROBE
+        if request.together == _RELEASED and request.remote != Status.RUNNING:
+            kind = Kind.GO  # it may not have come, and the other members run
+        effects.append(SendTo(self._header(kind, request)))
         if request.acked:
             effects.append(self._ack(request))
         request.probe_gap = min(max(request.probe_gap * 2, self.timing.probe_first), self.timing.probe_max)
@@ -526,6 +588,11 @@ class CallerLane:
             request.remote_since_ns = now
         request.probe_gap = self.timing.probe_received
         self._set_probe(request, now + request.probe_gap)
+        if request.together and header.status == Status.POISED:
+            if request.together == _HOLDS and request.open_calls:
+                effects.append(Poised(self.lane, request.seq))
+            elif request.together == _RELEASED:
+                self._set_probe(request, now + self.timing.probe_first)  # said before GO came; or GO was lost
         if request.give_up_ns != _NEVER and header.status == Status.RUNNING and request.open_calls:
             self._finish_all(
                 request,
@@ -600,6 +667,12 @@ class CallerLane:
 
     def _expire(self, request: _Request, now: int, effects: list[Effect]) -> None:
         request.deadline_ns = _NEVER
+        if request.together == _HOLDS:
+            words = "expired before it began on any rank"
+            effects += self.abandon(
+                request.seq, Outcome(OutcomeKind.NOT_EXECUTED, None, "deadline", words, request.attempts), now
+            )
+            return
         if request.attempts == 0:
             self._give_up_place(
                 request,
@@ -685,6 +758,8 @@ class CallerLane:
             return "running"
         if request.remote in (Status.QUEUED, Status.HELD):
             return "arrived, not started"
+        if request.remote == Status.POISED:
+            return "arrived, told to start" if request.together == _RELEASED else "ready, waiting for the other ranks"
         if request.attempts == 0:
             return "not sent"
         return "sent, not confirmed" if request.state is RequestState.SENT else "arrived"

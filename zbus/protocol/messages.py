@@ -22,6 +22,7 @@ __all__ = [
     "Kind",
     "Outcome",
     "OutcomeKind",
+    "Poised",
     "SendTo",
     "Status",
     "StreamCredit",
@@ -53,6 +54,7 @@ class Kind(enum.IntEnum):
     PING = 14
     PONG = 15
     BYE = 16
+    GO = 17
 
 
 class Status(enum.IntEnum):
@@ -61,6 +63,9 @@ class Status(enum.IntEnum):
     NONE = 0
     # REQ: a failed call makes its successors in the same request NOT_EXECUTED
     STRICT = 1
+    # REQ: it is not started before its GO; a bit, so that it goes with STRICT
+    TOGETHER = 32
+    TOGETHER_STRICT = 33
     # FAILURE and END: how the call ended
     OK = 2
     APP_ERROR = 3
@@ -73,6 +78,7 @@ class Status(enum.IntEnum):
     HELD = 10
     QUEUED = 11
     RUNNING = 12
+    POISED = 13
     # NACK: why a message was refused
     GAP = 20
     WINDOW = 21
@@ -124,7 +130,8 @@ class Outcome(NamedTuple):
         kind: See ``OutcomeKind``.
         payload: Encoded result (OK) or encoded exception description (APP_ERROR); None otherwise.
         reason: Why, for the other kinds: ``deadline``, ``worker_exit``, ``lease``, ``predecessor``, ``fenced``,
-            ``evicted``, ``cancelled``, ``shutdown``, ``protocol``, ``not_sent``.
+            ``evicted``, ``cancelled``, ``shutdown``, ``protocol``, ``not_sent``, ``gang`` (another rank of a call
+            that starts together was lost before the start).
         evidence: One plain sentence for a person, such as "began, no end".
         attempts: How many times the request was transmitted.
     """
@@ -200,6 +207,13 @@ class Finish(NamedTuple):
     outcome: Outcome
 
 
+class Poised(NamedTuple):
+    """The callee holds a request that starts together, its turn has come, and it waits for GO. May be said again."""
+
+    lane: str
+    seq: int
+
+
 class Chunk(NamedTuple):
     """Deliver one item of a stream, in order, each number once."""
 
@@ -209,4 +223,4 @@ class Chunk(NamedTuple):
     buffers: Buffers
 
 
-Effect = SendTo | Execute | CancelRunning | StreamCredit | Finish | Chunk
+Effect = SendTo | Execute | CancelRunning | StreamCredit | Finish | Chunk | Poised

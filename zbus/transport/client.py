@@ -18,6 +18,7 @@ from zbus.errors import TransportError, Unavailable
 from zbus.ids import Session, WorkerName
 from zbus.protocol.caller import CallerLane, Timing
 from zbus.protocol.frames import FrameError, VersionMismatch
+from zbus.protocol.gang import Gang, Step
 from zbus.protocol.journal import JournalReport
 from zbus.protocol.liveness import LinkMachine, LinkState
 from zbus.protocol.messages import (
@@ -31,6 +32,7 @@ from zbus.protocol.messages import (
     Kind,
     Outcome,
     OutcomeKind,
+    Poised,
     SendTo,
     Status,
 )
@@ -74,13 +76,14 @@ _RANK: Final = {
 class _Lane:
     """One lane of a peer: its machine, and who waits for which seq."""
 
-    __slots__ = ("chunks", "link", "machine", "sinks")
+    __slots__ = ("chunks", "gangs", "link", "machine", "sinks")
 
     def __init__(self, machine: CallerLane, link: _Link) -> None:
         self.machine = machine
         self.link = link
         self.sinks: dict[int, tuple[Sink, int, int]] = {}
         self.chunks: dict[int, tuple[ChunkSink, int]] = {}
+        self.gangs: dict[int, Callable[[], None]] = {}  # told that the callee holds the request and waits for GO
 
 
 class _Link:
@@ -356,6 +359,7 @@ class Client:
         chunk_sink: ChunkSink | None = None,
         trace: int = 0,
         strict: bool = False,
+        together: bool = False,
     ) -> Placed:
         """Take ``count`` consecutive places in ``lane`` of every member, atomically, and send.
 
@@ -371,6 +375,7 @@ class Client:
             chunk_sink: Told of each item of a stream; only with one member and ``count`` 1.
             trace: Span id of the caller.
             strict: A failed call makes its successors in this batch NOT_EXECUTED.
+            together: It begins on no member until all hold it; see ``protocol.gang``.
 
         Raises:
             Unavailable: Some member is not READY; nothing was placed.
@@ -384,6 +389,9 @@ class Client:
                 if peer.state is not PeerState.READY:
                     raise _unavailable(members)
             deadline_ns = None if deadline_s is None else now + int(deadline_s * 1e9)
+            together = together and len(members) > 1
+            if together:
+                sink = self._gang(members, lane, sink, deadline_ns)
             seqs: list[int] = []
             lanes: list[_Lane] = []
             for index, peer in enumerate(members):
@@ -398,8 +406,9 @@ class Client:
                 if chunk_sink is not None:
                     found.chunks[seq] = (chunk_sink, index)
                 _, effects = machine.place(
-                    payloads[index], count, sizes[index], deadline_ns, now, trace=trace, strict=strict
-                )
+                    payloads[index], count, sizes[index], deadline_ns, now, trace=trace, strict=strict,
+                    together=together,
+                )  # fmt: skip
                 self.execute(found, effects)
                 seqs.append(seq)
                 lanes.append(found)
@@ -479,6 +488,33 @@ class Client:
                 waiting = lane.chunks.get(effect.seq)
                 if waiting is not None:
                     waiting[0](waiting[1], effect.number, effect.buffers)
+            elif type(effect) is Poised:
+                holds = lane.gangs.get(effect.seq)
+                if holds is not None:
+                    holds()
+
+    def _gang(self, members: Sequence[Peer], lane_name: str, sink: Sink, deadline_ns: int | None) -> Sink:
+        """Make the next request of each member's lane start together; return the sink to place it with."""
+        lanes = [self._lane(peer, lane_name) for peer in members]
+        seqs = [lane.machine.next_seq for lane in lanes]
+        gang = Gang([lane.machine for lane in lanes], seqs, [str(peer.name) for peer in members], deadline_ns)
+
+        def take(steps: Sequence[Step]) -> None:
+            if gang.released or gang.over:
+                for lane, seq in zip(lanes, seqs, strict=True):
+                    lane.gangs.pop(seq, None)
+            for member, effects in steps:
+                self.execute(lanes[member], effects)
+                self.reactor.note_due(lanes[member].machine.next_timer())
+
+        def ended(member: int, call: int, outcome: Outcome) -> None:
+            sink(member, call, outcome)
+            if not gang.released and not gang.over:
+                take(gang.ended(member, outcome, self.clock.monotonic_ns()))
+
+        for index, (lane, seq) in enumerate(zip(lanes, seqs, strict=True)):
+            lane.gangs[seq] = lambda index=index: take(gang.poised(index, self.clock.monotonic_ns()))  # type: ignore[misc]
+        return ended
 
     def _lane(self, peer: Peer, name: str) -> _Lane:
         link = peer.links.get("ctl" if name == "ctl" else "main") or peer.links["ctl"]

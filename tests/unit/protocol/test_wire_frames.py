@@ -43,6 +43,12 @@ MESSAGES = {
     "credit": (Header(Kind.ACK, SESSION, 2, 7, "main", 41, floor=10), []),
     "ping": (Header(Kind.PING, SESSION, 0, 0, "ctl"), [b"\x91\x01"]),
     "bye of the last incarnation": (Header(Kind.BYE, SESSION, (1 << 64) - 1, (1 << 64) - 1, "ctl"), []),
+    "request that starts together": (
+        Header(Kind.REQ, SESSION, 2, 7, "main", 44, status=Status.TOGETHER_STRICT),
+        [b"body"],
+    ),
+    "poised": (Header(Kind.PROGRESS, SESSION, 2, 7, "main", 44, status=Status.POISED), []),
+    "go": (Header(Kind.GO, SESSION, 2, 7, "main", 44), []),
 }
 
 
