@@ -29,14 +29,19 @@ def sidecar(trial: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
             lambda: process.poll() is not None or _record_pid(trial) == process.pid, what="a sidecar that can be found"
         )
         yield process
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
     finally:
-        try:
-            process.communicate(timeout=scaled(20))
-        except (subprocess.TimeoutExpired, ValueError):
-            process.kill()
-            process.wait()
+        if process.poll() is None:
+            process.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout=scaled(20))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                raise
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 def _record_pid(trial: Path) -> int | None:
@@ -48,7 +53,7 @@ def _record_pid(trial: Path) -> int | None:
 
 @contextmanager
 def traced(trial: Path, code: str, *args: object, rank: int = 0, **config: Any) -> Iterator[subprocess.Popen[str]]:
-    """Run Python code as ``actor/rank``, traced into ``trial``; its stdout is a pipe. Killed at the end at the latest."""
+    """Run Python code as ``actor/rank``, traced into ``trial``; its stdout is a pipe. Killed at the end."""
     head = f"""
         import sys, time
         from pathlib import Path
@@ -83,18 +88,19 @@ class TrialFiles:
         self.main = root / role / f"traces_{rank}.jsonl"
         self.spill = root / role / f"traces_{rank}.spill.jsonl"
         self.events: list[dict[str, Any]] = []
+        self.blocks: Counter[tuple[str, int]] = Counter()  # how often each is in the main file
         self.doubled = 0
         self.torn = 0
         self._seen: set[tuple[str, int]] = set()
         for path in (self.main, self.spill):
             if path.exists():
-                self._read(path.read_bytes())
+                self._read(path.read_bytes(), main=path == self.main)
         for segment in sorted((root / "spool").glob("*.spool")):
             for part in read_spool(segment):
                 if part.path == self.main:
-                    self._read(part.data)
+                    self._read(part.data, main=False)
 
-    def _read(self, data: bytes) -> None:
+    def _read(self, data: bytes, *, main: bool) -> None:
         skip_to = at = 0
         while at < len(data):
             end = data.find(b"\n", at)
@@ -108,9 +114,11 @@ class TrialFiles:
                 continue
             if event["name"] == "zbus_block":
                 key = event["args"]["source"], event["args"]["seq"]
+                self.blocks[key] += main
                 if key in self._seen:
                     self.doubled += 1
                     skip_to = at + event["args"]["bytes"]
+                    continue
                 self._seen.add(key)
             self.events.append(event)
 
@@ -122,8 +130,3 @@ class TrialFiles:
     def numbers(self) -> list[int]:
         """The ``n`` of all ticks, sorted."""
         return sorted(event["args"]["n"] for event in self.named("tick"))
-
-    @property
-    def blocks(self) -> Counter[int]:
-        """How often each block number is in the main file."""
-        return Counter(event["args"]["seq"] for event in self.named("zbus_block"))

@@ -6,10 +6,8 @@ import subprocess
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
-
 from sidecar_kit import TrialFiles, sidecar, traced
-from waiting import scaled, wait_until
+from waiting import scaled
 
 TICKS = """
     on_sidecar()

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from sidecar_kit import TrialFiles, sidecar, traced
+from waiting import scaled, wait_until
+
+PERIOD_S = 0.1
+
+# Records numbered ticks until stdin says stop, or its parent is tired of it; says each number it has recorded.
+STEADY = """
+    import os, select
+    on_sidecar()
+    print("ready", flush=True)
+    board = os.open(sys.argv[1] + f"/last.{tracer.rank}", os.O_RDWR | os.O_CREAT, 0o600)
+    stop = Path(sys.argv[1]) / "stop"
+    n = 0
+    while not stop.exists():
+        for _ in range(20):
+            trace.instant("tick", n=n, at=time.monotonic_ns())
+            os.pwrite(board, b"%12d" % n, 0)
+            n += 1
+        time.sleep(0.005)
+    trace.shutdown()
+    print(n, flush=True)
+"""
+
+
+def until_ready(process: subprocess.Popen[str]) -> None:
+    """Wait until a traced process has found the sidecar."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+
+
+def recorded(trial: Path, rank: int = 0) -> int:
+    """Return how many ticks a process has recorded, also one that was killed."""
+    try:
+        return int((trial / f"last.{rank}").read_bytes()) + 1
+    except (OSError, ValueError):
+        return 0
+
+
+def end(trial: Path, process: subprocess.Popen[str]) -> int:
+    """Let a traced process end in order; return how many ticks it recorded."""
+    (trial / "stop").touch()
+    out, err = process.communicate(timeout=scaled(60))
+    assert (process.returncode, err) == (0, "")
+    return int(out)
+
+
+def go_on(trial: Path, more: int = 300) -> None:
+    """Wait until the process has recorded more."""
+    goal = recorded(trial) + more
+    wait_until(lambda: recorded(trial) >= goal, what=f"{more} more records")
+
+
+def test_a_stopped_sidecar_costs_nothing_but_a_spill_that_goes_again(short_dir: Path):
+    """While the sidecar is stopped blocks go to the spill; once it goes on it has them all, and the spill is gone."""
+    with sidecar(short_dir) as server, traced(short_dir, STEADY, flush_period_s=PERIOD_S) as process:
+        until_ready(process)
+        go_on(short_dir)
+        server.send_signal(signal.SIGSTOP)
+        spill = TrialFiles(short_dir).spill
+        wait_until(lambda: spill.exists() and b"tick" in spill.read_bytes(), what="a block in the spill")
+        go_on(short_dir)
+        server.send_signal(signal.SIGCONT)
+        wait_until(lambda: not spill.exists(), what="the spill to be taken by the sidecar")
+        total = end(short_dir, process)
+    files = TrialFiles(short_dir)
+    assert files.numbers == list(range(total))
+    assert files.torn == files.doubled == 0
+    assert files.named("zbus_end")[0]["args"]["recorded"] == total
+
+
+def test_without_its_sidecar_a_process_ends_in_its_spill(short_dir: Path):
+    """The sidecar is killed for good: main file, spool and spill together hold every record once, and the end."""
+    with sidecar(short_dir) as server, traced(short_dir, STEADY, flush_period_s=PERIOD_S) as process:
+        until_ready(process)
+        go_on(short_dir)
+        server.kill()
+        server.wait()
+        go_on(short_dir)
+        total = end(short_dir, process)
+    files = TrialFiles(short_dir)
+    assert files.numbers == list(range(total))
+    assert files.named("zbus_end")[0]["args"] == {
+        "recorded": total, "written": total, "pending": 0, "lost": {}, "by": "process",
+    }  # fmt: skip
+
+
+def test_a_restarted_sidecar_goes_on_without_doubling(short_dir: Path):
+    """Kill the sidecar, start another: it finishes what the first one took, takes the spill, and doubles nothing."""
+    with traced(short_dir, STEADY, flush_period_s=PERIOD_S) as process:
+        with sidecar(short_dir) as first:
+            until_ready(process)
+            go_on(short_dir)
+            first.kill()
+            first.wait()
+        go_on(short_dir)
+        spill = TrialFiles(short_dir).spill
+        with sidecar(short_dir):
+            wait_until(lambda: not spill.exists(), what="the spill to be taken by the second sidecar")
+            go_on(short_dir)
+            total = end(short_dir, process)
+    files = TrialFiles(short_dir)
+    assert files.numbers == list(range(total))
+    assert set(files.blocks.values()) == {1}
+    assert files.torn == 0
+    assert len(files.named("zbus_end")) == 1
+    assert not (short_dir / "traces" / "spool").exists()
+
+
+def test_a_second_sidecar_is_refused(short_dir: Path):
+    """Two sidecars of one trial would write the same files: the second one says who is there and ends."""
+    import sys
+
+    with sidecar(short_dir):
+        command = [sys.executable, "-m", "traceview.collect", str(short_dir)]
+        second = subprocess.run(command, capture_output=True, text=True, timeout=scaled(30))
+    assert second.returncode != 0
+    assert "already collects into" in second.stderr
+
+
+def test_a_killed_rank_loses_at_most_a_flush_period(short_dir: Path):
+    """After SIGKILL of a rank its file is a whole beginning of what it recorded, up to one period before the kill."""
+    with sidecar(short_dir), traced(short_dir, STEADY, flush_period_s=PERIOD_S) as process:
+        until_ready(process)
+        go_on(short_dir)
+        process.kill()
+        killed_ns = time.monotonic_ns()
+        process.wait()
+    files = TrialFiles(short_dir)
+    numbers = files.numbers
+    assert numbers == list(range(len(numbers)))
+    assert files.named("zbus_end") == []
+    last = max(event["args"]["at"] for event in files.named("tick"))
+    assert killed_ns - last < scaled(1.0) * 1e9  # ten periods: machines stall
+
+
+def one_round(trial: Path, rng: random.Random) -> None:
+    """Kill two ranks and the sidecar at random moments; whatever comes of it, every record is accounted for."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(sidecar(trial))]
+        ranks = [stack.enter_context(traced(trial, STEADY, rank=r, flush_period_s=PERIOD_S)) for r in range(3)]
+        for process in ranks:
+            until_ready(process)
+        for _ in range(rng.randint(1, 4)):
+            time.sleep(rng.random() * 0.3)
+            victim = rng.choice(("sidecar", "sidecar", "stop", 1, 2))
+            if victim == "sidecar":
+                servers[-1].kill()
+                servers[-1].wait()
+                if rng.random() < 0.7:
+                    servers.append(stack.enter_context(sidecar(trial)))
+            elif victim == "stop" and servers[-1].poll() is None:
+                servers[-1].send_signal(signal.SIGSTOP)
+                time.sleep(rng.random() * 0.4)
+                servers[-1].send_signal(signal.SIGCONT)
+            elif isinstance(victim, int) and ranks[victim].poll() is None:
+                ranks[victim].kill()
+                ranks[victim].wait()
+        time.sleep(rng.random() * 0.3)
+        (trial / "stop").touch()
+        for process in ranks:
+            process.wait(timeout=scaled(30))
+    for rank, process in enumerate(ranks):
+        check_rank(trial, rank, killed=process.returncode != 0)
+
+
+def check_rank(trial: Path, rank: int, *, killed: bool) -> None:
+    """Recorded = written + lost, the lost are the last ones, and none where the rank ended in order."""
+    files, total = TrialFiles(trial, rank=rank), recorded(trial, rank)
+    numbers = files.numbers
+    assert numbers == list(range(len(numbers))), f"rank {rank}: holes or doubles"
+    assert max(files.blocks.values(), default=0) <= 1
+    if killed:
+        assert len(numbers) <= total + 1
+        assert total - len(numbers) <= 20 / 0.005 * scaled(1.0)
+    else:
+        assert len(numbers) == total
+        assert files.named("zbus_end")[0]["args"]["recorded"] == total
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_at_random_everything_is_accounted_for(short_dir: Path, seed: int):
+    """kill -9 and stops of ranks and sidecar at random moments: per source recorded = written + lost."""
+    one_round(short_dir, random.Random(seed))
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(900)
+def test_many_rounds_of_kills_at_random(tmp_path: Path):
+    """As above, 20 rounds (ZBUS_TEST_TRACE_ROUNDS for more)."""
+    import tempfile
+
+    for seed in range(int(os.environ.get("ZBUS_TEST_TRACE_ROUNDS", "20"))):
+        with tempfile.TemporaryDirectory(prefix="zt", dir="/tmp") as path:
+            print("seed", 1000 + seed)
+            one_round(Path(path), random.Random(1000 + seed))
