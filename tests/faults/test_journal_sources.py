@@ -73,6 +73,25 @@ def test_the_agent_reads_the_journal_into_the_exit_record(bus: Controller, tmp_p
     assert list(bus.trial.journal.iterdir())
 
 
+def test_fail_points_come_from_the_environment_of_a_role(tmp_path: Path) -> None:
+    """``ZBUS_FAILPOINTS`` acts in the ranks; the creation of the engine is the first pass."""
+    role = Role(
+        "journal_engine:Diary",
+        args=(str(tmp_path),),
+        replicas=1,
+        sys_path=[str(HERE)],
+        env={"ZBUS_FAILPOINTS": "before_exec=exit:5@3"},
+    )
+    with launch(tmp_path / "root", {"diary": role}) as bus:
+        one = bus.group("diary")[0]
+        assert one.write("first") == "first"
+        ((outcome, evidence),) = _told([one.write.submit("second")])
+        assert outcome == "NOT_EXECUTED"
+        assert "not started" in evidence
+        assert Truth(tmp_path, "diary", 0).ran("second") == "no"
+        assert _exit(bus).exit_code == 5
+
+
 def test_an_orderly_end_leaves_no_journal(tmp_path: Path) -> None:
     """What it told stands in the exit record."""
     role = Role("journal_engine:Diary", args=(str(tmp_path),), replicas=1, sys_path=[str(HERE)])
