@@ -226,7 +226,7 @@ class Collector:
         if source is None:
             self._say(peer, wire.Unknown(message.source))
             return
-        if not message.event.endswith(b"\n") or message.event.count(b"\n") != 1:
+        if not message.event.endswith(b"\n") or message.event.count(b"\n") != 1 or message.seq < 0:
             self._refuse("malformed", message)
             return
         if not source.ended:
@@ -326,7 +326,10 @@ class Collector:
         elif isinstance(message, wire.End) and message.source in self._sources:
             source = self._sources[message.source]
             self.live.gone(source.lines.role, source.lines.rank)
-            return self._append(source, message.event)
+            if message.seq not in source.written:
+                if not self._append(source, source.lines.end(message)):
+                    return False
+                source.written.add(message.seq)
         return True
 
     def _begin_file(self, source: _Source) -> bool:

@@ -108,9 +108,9 @@ class Spill:
         self.index[seq] = at + head, len(data) - head, records
         return True
 
-    def line(self, data: bytes) -> bool:
-        """Append a line that belongs to no block."""
-        return self._open() and self._file.append(data)
+    def end(self, message: wire.End) -> bool:
+        """Append the end of the stream."""
+        return self._open() and self._file.append(self._lines.end(message))
 
     def read(self, seq: int) -> tuple[bytes, int]:
         """Return (lines, records) of a block.
@@ -248,12 +248,12 @@ class Exporter:
             self._secure()
             event = self._writer.end_event()
             event.args = {**counts(), "by": "process"}
-            end = encode_event(event)
+            end = wire.End(self._open.source, self._next, encode_event(event))
             if self._alive and not self._spill.index and not self._held:
-                self._say(wire.End(self._open.source, end))
+                self._say(end)
                 self._take_answers(max(period, deadline - time.monotonic()), lambda: self._ended)
             if not self._ended:
-                self._spill.line(end)
+                self._spill.end(end)
             self._spill.close()
         self.discard()
 

@@ -107,6 +107,10 @@ class SourceLines:
                 data, bad = b"", message.records
         return marker(self.source, message.seq, message.records - bad, len(data), self.pid) + data, events, bad
 
+    def end(self, message: wire.End) -> bytes:
+        """Return the lines of the end."""
+        return marker(self.source, message.seq, 0, len(message.event), self.pid) + message.event
+
     def forget_names(self) -> None:
         """Announce threads and rows anew: lines that announced them were not written."""
         self._names.clear()
@@ -182,7 +186,8 @@ def read_spool(path: Path) -> Iterator[SpoolPart]:
             source = sources[message.source]
             yield SpoolPart(source.path, source.source, source.lines(message, payload)[0])
         elif isinstance(message, wire.End) and message.source in sources:
-            yield SpoolPart(sources[message.source].path, message.source, message.event)
+            source = sources[message.source]
+            yield SpoolPart(source.path, source.source, source.end(message))
 
 
 def _frames(path: Path) -> Iterator[tuple[wire.ToSidecar, bytes]]:

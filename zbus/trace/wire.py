@@ -70,9 +70,10 @@ class Ping(msgspec.Struct, tag=3, array_like=True, frozen=True):
 
 
 class End(msgspec.Struct, tag=4, array_like=True, frozen=True):
-    """The stream ended in order: all its blocks are acknowledged. ``event`` is its closing line."""
+    """The stream ended in order: all its blocks are acknowledged. ``event`` is its closing line, block ``seq``."""
 
     source: str
+    seq: int
     event: bytes
 
 
