@@ -210,3 +210,14 @@ def test_a_crash_loop_in_setup_ends_with_its_cause(kit: RunKit) -> None:
     assert "actor/1" in done.block
     assert "exited with code 9" in done.block
     assert "restarted 2 times" in done.block
+
+
+def test_a_rank_that_dies_too_often_is_not_waited_for(kit: RunKit) -> None:
+    """restart=one beyond its limit during the run: the next call ends at once with the death; no peer is left."""
+    kit.write(restart="one", max_restarts=2)
+    done = kit.run(driver("again_and_again"))
+    assert done.code == 4, done.err
+    assert [line for line in done.err.splitlines() if "lost start" in line][-1].endswith("lost start 2")
+    assert "actor/1 died" in done.block
+    assert "exited with code 9" in done.block
+    assert not kit.processes()

@@ -43,6 +43,17 @@ def goes_on(run: Any) -> dict[str, Any]:
     return {"caught": caught, "before": before, "after": actor.me()}
 
 
+def again_and_again(run: Any) -> None:
+    """Lose the same rank in every call until a call says that it does not come back."""
+    from zbus import WorkerLost
+
+    while True:
+        try:
+            run.bus.group("actor")[1].step("exit:9")
+        except WorkerLost as lost:
+            say(f"lost start {lost.facts['start']}")
+
+
 def slow_close(run: Any) -> None:
     """End at once; the engines take their time to be torn down."""
     run.bus.group("actor").step("tear:100", peers="tear:100")
