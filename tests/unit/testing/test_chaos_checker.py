@@ -83,6 +83,7 @@ def test_a_history_that_agrees_with_the_truth_passes(ops, runs):
         ([op("a", NOT)], [ran("a")], {"untrue": 1}),
         ([op("a", Answer(0, "CANCELLED", "x"))], [ran("a")], {"untrue": 1}),
         ([op("a", Answer(0, "UNKNOWN", ""))], [ran("a")], {"untrue": 1}),
+        ([op("a", Answer(0, "UNKNOWN", "killed; the call was executed, reply lost"))], [], {"untrue": 1}),
         ([op("a", OK), op("b", OK, number=1)], [ran("b", place=1), ran("a", place=2)], {"disorder": 1}),
     ],
 )

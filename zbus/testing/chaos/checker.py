@@ -23,7 +23,8 @@ class Findings:
     Attributes:
         duplicates: Second runs that no declaration allows.
         lost: Answers without a run, runs that answered wrongly, and calls that ended without an outcome.
-        untrue: Outcomes that say "it did not run" of calls that ran, and UNKNOWN without a cause.
+        untrue: Outcomes that say "it did not run" of calls that ran, or "executed" of calls that did not end, and
+            UNKNOWN without a cause.
         disorder: Calls that started in another order than they were submitted in, or than on a peer.
         hangs: Calls without all their outcomes by deadline and grace.
         outcomes: How many of each.
@@ -39,6 +40,11 @@ class Findings:
     outcomes: Counter[str] = field(default_factory=Counter)
     unknown: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
+
+    @property
+    def began(self) -> int:
+        """How many calls are UNKNOWN since they began and did not end."""
+        return sum(number for cause, number in self.unknown.items() if "began, no end" in cause)
 
     @property
     def broken(self) -> int:
@@ -117,13 +123,15 @@ def _check_answer(found: Findings, op: Op, answer: Answer, runs: Sequence[Run]) 
         found.unknown[_short(answer.cause)] += 1
         if not answer.cause:
             found.note("untrue", op, f"UNKNOWN on {where} without a cause")
+        if "executed, reply lost" in answer.cause and not any(run.ended for run in runs):
+            found.note("untrue", op, f"{answer.cause} on {where}, where it did not run to its end: {list(runs)}")
     else:
         found.note("lost", op, f"no such outcome: {answer.outcome!r}")
 
 
 def _short(cause: str) -> str:
     """Return a cause without its numbers, to count by."""
-    return "".join("#" if char.isdigit() else char for char in cause)[:120]
+    return "".join("#" if char.isdigit() else char for char in cause)[:200]
 
 
 def _check_callers_order(found: Findings, ops: Sequence[Op], truth: Mapping[str, Sequence[Run]]) -> None:

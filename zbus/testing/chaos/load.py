@@ -204,7 +204,9 @@ class _ThreadCaller(_Caller):
         except CallError as error:
             outcome, cause = error.outcome or "", f"{error.reason}: {error}"
         right = got == list(range(upto if outcome == "OK" else len(got)))
-        op.answers = [Answer(-1, outcome, cause if right else f"{outcome}: {len(got)} items of {upto}: {got}"[:500], right)]
+        op.answers = [
+            Answer(-1, outcome, cause if right else f"{outcome}: {len(got)} items of {upto}: {got}"[:500], right)
+        ]
         self.write(op)
 
     def cancel(self) -> None:

@@ -24,6 +24,7 @@ from zbus.testing.chaos.checker import Findings, check
 from zbus.testing.chaos.history import History, read_history
 from zbus.testing.chaos.load import GRACE_S, Load
 from zbus.testing.chaos.nemesis import Nemesis, plan
+from zbus.testing.chaos.subject import GEN_CONCURRENCY
 from zbus.testing.chaos.truth import runs_of
 from zbus.testing.proxy import FaultProxy, between, quick
 
@@ -33,6 +34,7 @@ log = logging.getLogger("zbus.soak")
 
 _ROLE: Final = "subject"
 _ENGINE: Final = "zbus.testing.chaos.subject:Subject"
+_AT_ONCE: Final = 1 + GEN_CONCURRENCY  # calls that run at once in a worker: one on ``main``, the others on ``gen``
 _PROBE_MS: Final = 100.0
 _RECOVERY_S: Final = 20.0
 _GONE_S: Final = 5.0
@@ -55,6 +57,7 @@ class Report:
     problems: list[str] = field(default_factory=list)
     restarts: int = 0
     rss_mb: tuple[float, float] = (0.0, 0.0)
+    messages: dict[str, int] = field(default_factory=dict)
     directory: str = ""
 
     @property
@@ -69,6 +72,10 @@ class Report:
         found += [f"orphan: {text}" for text in self.orphans] + [f"leak: {text}" for text in self.leaks]
         if self.faults < self.planned:
             found.append(f"only {self.faults} of {self.planned} planned faults were injected")
+        if self.findings.began > self.kills * _AT_ONCE:
+            found.append(
+                f"{self.findings.began} calls began and did not end, by {self.kills} kills of {_AT_ONCE} at once"
+            )
         if not self.findings.outcomes["OK"]:
             found.append("no call was answered OK")
         return found
@@ -95,6 +102,8 @@ class Report:
             "injected": dict(self.injected),
             "outcomes": dict(findings.outcomes),
             "unknown_causes": dict(findings.unknown.most_common(12)),
+            "began_no_end": findings.began,
+            "messages": self.messages,
             "rss_mb": list(self.rss_mb),
             "failures": self.failures,
             "directory": self.directory,
@@ -158,6 +167,7 @@ def _run(
             report.rss_mb = (early, _rss_mb())
             report.problems += nemesis.errors
             report.injected, report.kills = nemesis.injected, nemesis.kills
+            report.messages = dict(proxy.counters)
             report.problems += _recovered(group)
             report.restarts = sum(1 for record in records.exits(_ROLE))
             records.close()
