@@ -365,9 +365,11 @@ class Controller:
         return members, directory
 
     def _read_journal(self, worker: WorkerRecord) -> JournalReport | None:
-        """Read what a worker of this host left, for want of an agent's word."""
+        """Read what a worker of this host left, for want of an agent's word; None while it lives."""
+        if worker.boot_id != boot_id():
+            return None
         path = journal_file(self.trial.path, worker.role, worker.rank, worker.start)
-        return read_journal(path, worker.incarnation)
+        return read_journal(path, worker.incarnation, reaped=False)
 
     def _schedule(self, plan: _Plan) -> tuple[Scheduler, list[AgentExit]]:
         failures: list[AgentExit] = []

@@ -120,6 +120,9 @@ class RoleMembers:
             hint = f"raise roles.{ended.role}.mem or lower its batch"
         elif self.job.restart == "never":
             hint = f"restart it by policy with roles.{ended.role}.restart=one"
+        elif self.agent_end:
+            limit = f"roles.{ended.role}.max_restarts={self.job.max_restarts}"
+            hint = f"its agent has given up ({limit}); its logs and crash files tell each start's end"
         return WorkerFacts(
             host=ended.host or welcome.get("host"),
             pid=ended.pid or welcome.get("pid"),
@@ -161,7 +164,8 @@ class Members:
         records: The registry.
         jobs: Job record and engine arguments by role.
         create_timeout_s: Limit of one engine creation.
-        read_journal: Reads the crash journal of a worker of this host that is gone, where no agent is left to do so.
+        read_journal: Reads the crash journal of a worker, for want of an agent's word; None unless it ran on this host
+            and is gone.
     """
 
     def __init__(
@@ -279,7 +283,7 @@ class Members:
         if member.record is not None and record.incarnation <= member.record.incarnation:
             return
         if member.peer is not None and member.peer.state is not PeerState.DEAD:
-            self._end(member, "fenced", f"start {record.start} of {member.name} has replaced it")
+            self._replace(member, record)
         if member.peer is not None:
             self._by_peer.pop(member.peer, None)
             self._client.disconnect(member.peer)
@@ -293,7 +297,7 @@ class Members:
     def _replaced(self, old: WorkerRecord, new: WorkerRecord) -> None:
         member = self._member(old.role, old.rank)
         if member is not None and member.record is not None and member.record.incarnation == old.incarnation:
-            self._end(member, "fenced", f"start {new.start} of {member.name} has replaced it")
+            self._replace(member, new)
         self._seen(new)
 
     def _state(self, peer: Peer, state: PeerState) -> None:
@@ -439,7 +443,13 @@ class Members:
                     continue
                 if peer.state in (PeerState.READY, PeerState.DEAD):
                     continue  # the transport is alive: a disk that cannot be written is no death (R8)
-                self._end(member, "lease", f"its agent on {record.host} was silent for {silence_s:.1f} s")
+                words = f"its agent on {record.host} was silent for {silence_s:.1f} s"
+                self._end(member, "lease", words, self._read_journal(record))
+
+    def _replace(self, member: Member, new: WorkerRecord) -> None:
+        """End an incarnation whose end nobody has told yet, because its successor is here."""
+        words = f"start {new.start} of {member.name} has replaced it"
+        self._end(member, "fenced", words, None if member.record is None else self._read_journal(member.record))
 
     def _end(self, member: Member, reason: str, evidence: str, journal: JournalReport | None = None) -> None:
         peer = member.peer

@@ -190,7 +190,8 @@ def make_record(trial: TrialDir, ended: RankExit) -> ExitRecord:
     A crash report that cannot be written is left out: the exit record matters more.
     """
     tail = log_tail(ended.log)
-    journal = read_journal(journal_file(trial.path, ended.role, ended.rank, ended.start), ended.incarnation)
+    path = journal_file(trial.path, ended.role, ended.rank, ended.start)
+    journal = read_journal(path, ended.incarnation, reaped=True)
     try:
         crash_file, exception = write_crash_file(trial, ended, tail, journal)
     except OSError:

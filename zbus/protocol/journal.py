@@ -32,6 +32,7 @@ from __future__ import annotations
 import bisect
 import enum
 import struct
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
@@ -55,6 +56,7 @@ __all__ = [
     "file_header",
     "fingerprint",
     "history",
+    "is_locked",
     "read",
 ]
 
@@ -78,6 +80,8 @@ WORD: Final = 8
 HEADER_BYTES: Final = 4096
 COMPLETE_WORD: Final = 5
 """Index of the header's word that is 1 while every call of this worker has a ring of its own."""
+LOCKED_WORD: Final = 6
+"""Index of the header's word that is 1 where the writer holds a lock on the file for as long as it lives."""
 _FILE: Final = struct.Struct("=QQQQQQ")  # magic, version, ring, blocks, incarnation, complete
 
 LANE_BYTES: Final = 480
@@ -289,6 +293,11 @@ def shortened(entry: LaneHistory, weight: int) -> LaneHistory:
 def file_header(incarnation: int) -> bytes:
     """Return the head of a new journal file."""
     return _FILE.pack(MAGIC, VERSION, RING, BLOCKS, incarnation, 1)
+
+
+def is_locked(data: bytes) -> bool:
+    """Tell whether the writer of a journal held a lock on it."""
+    return int.from_bytes(data[LOCKED_WORD * WORD : (LOCKED_WORD + 1) * WORD], sys.byteorder) == 1
 
 
 def block_header(session: bytes, lane: bytes) -> bytes:

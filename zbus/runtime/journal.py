@@ -11,6 +11,7 @@ mapped into use: a store never meets a full disk, which would be a SIGBUS.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import mmap
 import os
@@ -58,16 +59,20 @@ class CrashJournal:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            os.ftruncate(fd, journal.FILE_BYTES)
-            os.posix_fallocate(fd, 0, journal.HEADER_BYTES)
-            self._map = mmap.mmap(fd, journal.FILE_BYTES)
-        finally:
-            os.close(fd)
+            os.ftruncate(self._fd, journal.FILE_BYTES)
+            os.posix_fallocate(self._fd, 0, journal.HEADER_BYTES)
+            self._map = mmap.mmap(self._fd, journal.FILE_BYTES)
+        except BaseException:
+            os.close(self._fd)
+            raise
         header = journal.file_header(incarnation)
         self._map[: len(header)] = header
         self._words = memoryview(self._map).cast("Q")
+        with contextlib.suppress(OSError):  # without a lock only the parent of this process knows when it is gone
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._words[journal.LOCKED_WORD] = 1
 
     def ring(self, session: bytes, lane: str) -> LaneRing:
         """Return the ring of a lane; one that nobody will read if there is no space for it. Any thread."""
@@ -75,11 +80,16 @@ class CrashJournal:
         return ring if ring is not None else self._take(session, lane)
 
     def close(self) -> None:
-        """Let go of the map if nothing uses it any more; the file stays."""
-        with self._lock, contextlib.suppress(BufferError):  # a call may still run: its ring holds the map
+        """Let go of the map if nothing uses it any more; the file stays. At the end of the process."""
+        with self._lock:
+            if self._fd < 0:
+                return
+            os.close(self._fd)
+            self._fd = -1
             self._rings.clear()
             self._words.release()
-            self._map.close()
+            with contextlib.suppress(BufferError):  # a call may still run: its ring holds the map
+                self._map.close()
 
     # -- rare ----------------------------------------------------------------------------------------------------
 
@@ -118,11 +128,7 @@ class CrashJournal:
     def _open_block(self, number: int, session: bytes, lane: bytes) -> LaneRing | None:
         at = journal.HEADER_BYTES + number * journal.BLOCK_BYTES
         try:
-            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                os.posix_fallocate(fd, at, journal.BLOCK_BYTES)
-            finally:
-                os.close(fd)
+            os.posix_fallocate(self._fd, at, journal.BLOCK_BYTES)
         except OSError as error:
             log.warning("no crash journal for lane %r: %s", lane.decode(), error.strerror)
             return None
@@ -137,20 +143,30 @@ class CrashJournal:
         return LaneRing(self._words[marks : marks + journal.RING], self._words[prints : prints + journal.RING])
 
 
-def read_journal(path: Path, incarnation: int) -> JournalReport | None:
-    """Read the journal of a process of this host that is gone; None where there is none that can be read.
+def read_journal(path: Path, incarnation: int, *, reaped: bool) -> JournalReport | None:
+    """Read the journal of a process of this kernel that is gone; None where there is none that can be read.
+
+    A process that still runs may start calls after the reading, so its journal proves nothing. Who did not reap the
+    process itself must have the lock tell: it holds whatever pid namespace the process lives in, and is let go only
+    when its last thread is gone.
 
     Args:
         path: See ``journal_file``.
         incarnation: Whose it must be.
+        reaped: The caller has seen the process end; otherwise it must be shown by its lock.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
+        if not reaped:
+            fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         data = os.pread(fd, journal.FILE_BYTES, 0)
-        return journal.read(data, incarnation)
+        report = journal.read(data, incarnation)
+        return report if reaped or journal.is_locked(data) else None
+    except BlockingIOError:
+        return None  # it lives
     except (OSError, JournalError) as error:
         log.warning("the crash journal %s cannot be read: %s", path.name, error)
         return None

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -34,7 +35,7 @@ def session(number: int) -> bytes:
 
 def read(path: Path) -> JournalReport:
     """Read a journal that must be readable."""
-    report = read_journal(path, ME)
+    report = read_journal(path, ME, reaped=True)
     assert report is not None
     return report
 
@@ -213,13 +214,13 @@ def test_what_is_no_journal_is_as_good_as_none(path: Path, spoil) -> None:
     """Whatever lies there, the reader returns and claims nothing."""
     CrashJournal(path, ME)
     spoil(path)
-    assert read_journal(path, ME) is None
+    assert read_journal(path, ME, reaped=True) is None
 
 
 def test_the_journal_of_another_incarnation_tells_nothing(path: Path) -> None:
     """A reader says whose journal it wants."""
     CrashJournal(path, ME)
-    assert read_journal(path, ME + 1) is None
+    assert read_journal(path, ME + 1, reaped=True) is None
 
 
 @pytest.mark.parametrize("at", [0, 24, 26, 512], ids=["commit word", "name length", "name", "first mark"])
@@ -278,3 +279,52 @@ def test_a_lane_takes_its_space_when_it_is_first_used(path: Path) -> None:
     writer.ring(SESSION, "main")
     assert before <= 2 * HEADER_BYTES
     assert BLOCK_BYTES <= path.stat().st_blocks * 512 - before <= 3 * BLOCK_BYTES
+
+
+def test_a_journal_tells_nothing_while_its_process_lives(path: Path) -> None:
+    """Who did not reap the process must find its lock free; a child of the process does not hold it."""
+    code = f"""
+import os, sys, time
+from pathlib import Path
+from zbus.runtime.journal import CrashJournal
+writer = CrashJournal(Path({str(path)!r}), {ME})
+writer.ring({SESSION!r}, "main").begin(0)
+if os.fork() == 0:
+    time.sleep(60)
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+    worker = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[3],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert worker.stdout is not None
+        assert int(worker.stdout.readline()) == worker.pid
+        assert fate(read(path), 0) is Fate.BEGAN
+        assert read_journal(path, ME, reaped=False) is None
+        worker.kill()
+        worker.wait(scaled(10))
+        report = read_journal(path, ME, reaped=False)
+        assert report is not None
+        assert fate(report, 0) is Fate.BEGAN
+    finally:
+        os.killpg(worker.pid, signal.SIGKILL)
+        worker.wait(scaled(10))
+        worker.stdout.close()
+
+
+def test_without_a_lock_only_who_reaped_the_process_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without locks cannot show that a process is gone."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "lockf", refuse)
+        CrashJournal(path, ME).ring(SESSION, "main").begin(0)
+    assert read_journal(path, ME, reaped=False) is None
+    assert fate(read(path), 0) is Fate.BEGAN
