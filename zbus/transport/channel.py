@@ -70,7 +70,8 @@ class Channel:
         self.refused: dict[str, int] = {}
         self.unroutable = 0
         self._closed = False
-        self._unchecked = False  # something was sent since the end of the reactor's last round
+        self._unchecked = False  # something was sent since the last look at what can be received
+        self._check_queued = False
         reactor.register(self._fd, self.on_readable)
         if monitor is not None:
             self._monitor_fd = int(monitor.getsockopt(zmq.FD))
@@ -85,8 +86,9 @@ class Channel:
         frames = encode(header, buffers)
         if peer is not None:
             frames.insert(0, peer)
-        if not self._unchecked:
-            self._unchecked = True
+        self._unchecked = True
+        if not self._check_queued:
+            self._check_queued = True
             self._reactor.check_later(self._check_sent)
         if self._outbox:
             self._outbox.append(frames)
@@ -103,12 +105,13 @@ class Channel:
 
         Call after sends; only those inside a round of this channel's own reactor are followed by a check anyway.
         """
+        self._unchecked = False
         if self._receiver.more():
             self.on_readable()
 
     def _check_sent(self) -> None:
-        self._unchecked = False
-        if not self._closed:
+        self._check_queued = False
+        if self._unchecked and not self._closed:
             self.check()
 
     def drain(self) -> None:
@@ -135,6 +138,7 @@ class Channel:
             self._take(frames)
             if self._closed:
                 return
+            self._unchecked = False
             if not receiver.more():
                 break
         else:
