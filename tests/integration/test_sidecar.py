@@ -3,11 +3,12 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
 from sidecar_kit import TrialFiles, sidecar, traced
-from waiting import scaled
+from waiting import scaled, wait_until
 
 TICKS = """
     on_sidecar()
@@ -51,3 +52,48 @@ def test_records_go_through_the_sidecar_into_the_rank_s_own_file(short_dir: Path
     ]
     assert not (short_dir / "traces" / "spool").exists()
     assert not (short_dir / "registry" / "trace" / "sidecar").exists()
+
+
+STEPS = """
+    config.update(run_epoch_wall_ns=time.time_ns(), run_epoch_mono_ns=time.monotonic_ns())
+    from zbus.trace.tracefile import boot_id
+    tracers = [
+        trace.configure({**config, "clock_boot_id": boot_id()}, role="rollout", rank=rank, default=False)
+        for rank in range(2)
+    ]
+    while not all(writer_of(tracer)._outlet for tracer in tracers):
+        time.sleep(0.005)
+    for step in range(3):
+        begin = tracers[0].now()
+        time.sleep(0.1)
+        for rank, tracer in enumerate(tracers):
+            end = begin + 20_000_000 * (1 + 4 * rank)
+            ids = (bytes(16), f"rollout/{rank}", 1, "main", step, 1, "train")
+            tracer.bus_server(*ids, begin, begin, begin, end, end, "OK")
+        with trace.use_tracer(tracers[0]):
+            trace.mark_step(step)
+"""
+
+
+def follow(trial: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run ``traceview tail``."""
+    command = [sys.executable, "-m", "traceview.tail", str(trial), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=scaled(30))
+
+
+def test_tail_shows_finished_steps_and_names_slow_ranks(short_dir: Path):
+    """One line per step with the slowest rank and an alarm; as JSON lines; and a clear message without a sidecar."""
+    with sidecar(short_dir), traced(short_dir, STEPS, flush_period_s=0.05) as process:
+        finish(process)
+        wait_until(lambda: "step 2" in follow(short_dir, "--once").stdout, what="the last step in tail")
+        text = follow(short_dir, "--once").stdout.splitlines()
+        objects = [json.loads(line) for line in follow(short_dir, "--once", "--json").stdout.splitlines()]
+        bad = follow(short_dir, "--slow", "fast")
+    assert len(text) == 3
+    assert "SLOW: rollout/1 5.0x" in text[1]
+    assert [(o["schema"], o["step"], o["slowest"][0]["who"]) for o in objects] == [
+        ("zbus.traceview.tail/1", step, "rollout/1") for step in range(3)
+    ]
+    assert bad.returncode == 2
+    alone = follow(short_dir)
+    assert (alone.returncode, "traceview collect" in alone.stderr) == (alone.returncode or 1, True)

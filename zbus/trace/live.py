@@ -20,6 +20,8 @@ _KEPT_RUNS: Final = 20_000
 _KEPT_NAMES: Final = 500
 _WAIT_NS: Final = 3_000_000_000
 _SILENT_NS: Final = 5_000_000_000
+_UNMARKED_NS: Final = 5_000_000_000
+"""A run that marked no step so far is told call by call."""
 
 
 class Live:
@@ -33,13 +35,16 @@ class Live:
         self._last_mark: float | None = None
         self._marked = False
         self._reached: dict[str, tuple[float, int]] = {}  # who -> (latest µs, heard at ns)
-        self._counts: dict[tuple[str, str], int] = {}
+        self._counts: dict[tuple[str, str], dict[str, int]] = {}  # (role, method) -> who -> calls
         self._calls: dict[tuple[str, str, int], dict[str, float]] = {}
         self._totals: dict[tuple[str, str], list[float]] = {}
+        self._held: deque[tuple[dict[str, Any], dict[str, float]]] = deque(maxlen=_KEPT_STEPS)
+        self._first_ns: int | None = None
 
     def feed(self, role: str, rank: int, events: list[Event], now_ns: int) -> None:
         """Take the events of one block of ``role/rank``; ``now_ns`` is the sidecar's clock."""
         who = f"{role}/{rank}"
+        self._first_ns = now_ns if self._first_ns is None else self._first_ns
         latest = self._reached.get(who, (0.0, 0))[0]
         for event in events:
             if event.ph == "X" and event.ts is not None:
@@ -62,6 +67,9 @@ class Live:
     def lines(self, since: int, now_ns: int) -> list[dict[str, Any]]:
         """Return the lines numbered above ``since``, oldest first; closes what can be closed."""
         self._close_steps(now_ns)
+        if self._first_ns is not None and now_ns - self._first_ns >= _UNMARKED_NS:
+            while self._held:
+                self._say(*self._held.popleft())
         return [line for line in self._lines if line["n"] > since]
 
     def busiest(self, top: int = 50) -> list[dict[str, Any]]:
@@ -82,13 +90,18 @@ class Live:
         self._runs.append((end, duration, who, method))
         if self._marked:
             return
-        number = self._counts[who, method] = self._counts.get((who, method), -1) + 1
-        self._calls.setdefault((role, method, number), {})[who] = duration
-        ranks = {name for name, seen in self._counts if seen == method and name.startswith(f"{role}/")}
-        found = self._calls[role, method, number]
+        ranks = self._counts.get((role, method))
+        if ranks is None:
+            if len(self._counts) >= _KEPT_NAMES:
+                return
+            ranks = self._counts[role, method] = {}
+        number = ranks[who] = ranks.get(who, -1) + 1
+        found = self._calls.setdefault((role, method, number), {})
+        found[who] = duration
         if len(found) == len(ranks) and len(ranks) > 1:
             del self._calls[role, method, number]
-            self._say({"method": method, "call": number, "at_s": end / 1e6, "wall_s": max(found.values()) / 1e6}, found)
+            line = {"method": method, "call": number, "at_s": end / 1e6, "wall_s": max(found.values()) / 1e6}
+            self._held.append((line, found))
         elif len(self._calls) > _KEPT_STEPS:
             self._calls.pop(next(iter(self._calls)))
 
@@ -106,6 +119,7 @@ class Live:
         if not self._marked:
             self._marked = True
             self._calls.clear()
+            self._held.clear()
         if not any(step == known for known, _, _ in self._marks):
             self._marks.append((step, at, now_ns))
 
