@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -202,3 +204,34 @@ def test_a_call_whose_replies_never_come_is_unknown_and_says_so(tmp_path, proxy)
         rule.stop()
         assert actor[0].add("after") == 2
     assert effects(tmp_path) == {"lost": 1, "after": 1}
+
+
+def test_a_dead_worker_that_speaks_changes_nothing(tmp_path, proxy):
+    """Answers of an incarnation that was declared dead arrive late, on the old and on its successor's connection.
+
+    The calls keep the outcome they have, the successor's calls are answered, and nothing runs twice.
+    """
+    role = Role(
+        f"{HERE}/drivers/network_engines.py:Counting",
+        args=[str(tmp_path / "effects")],
+        restart="one",
+        restart_window_s=1.0,
+    )
+    with between(proxy, timing=quick()), launch(tmp_path, {"actor": role}) as bus:
+        actor = bus.group("actor")
+        pid = actor[0].who()["pid"]
+        assert actor[0].add("before") == 1
+        proxy.freeze(WORKER, direction="reply")
+        lost = [actor[0].add.submit(f"lost{number}") for number in range(10)]
+        wait_until(lambda: effects(tmp_path)["lost9"], what="the end of the calls whose answers are held up")
+        os.kill(pid, signal.SIGKILL)
+        errors = [future.exception(scaled(20)) for future in lost]
+        assert {getattr(error, "outcome", None) for error in errors} == {"UNKNOWN"}
+        assert all("killed by SIGKILL" in str(error) for error in errors)
+        proxy.thaw()
+        assert actor[0].who.options(retries=5)()["start"] == 1
+        assert proxy.replay(WORKER, direction="reply", last=40) > 0
+        assert proxy.replay(WORKER, direction="request", last=40) > 0
+        assert actor[0].add("after") == 1
+        assert {getattr(future.exception(), "outcome", None) for future in lost} == {"UNKNOWN"}
+    assert effects(tmp_path) == {"before": 1, "after": 1, **{f"lost{number}": 1 for number in range(10)}}

@@ -146,7 +146,10 @@ class _Link:
         if kind == Kind.WELCOME:
             self._on_welcome(buffers)
         elif kind == Kind.NACK and header.status in _REFUSALS:
-            self._on_refusal(header)
+            if (header.incarnation, header.epoch) == (self.peer.incarnation, client.epoch):
+                self._on_refusal(header)
+            else:  # the echo of a message that was not meant for this incarnation
+                client.count("foreign_refusal")
         elif kind in (Kind.PONG, Kind.BYE):
             client.count("unexpected")
         else:
