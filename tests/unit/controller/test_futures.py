@@ -245,7 +245,7 @@ def test_every_call_is_recorded_once_per_rank():
     placer.requests[2].answer(raised(ValueError("x")))
     assert isinstance(future.exception(), ValueError)
     records = [record for ring in tracer.rings() for record in ring.items]
-    assert [(record[2], record[7], record[-1]) for record in records] == [
+    assert [(record[2], record[7], record[15]) for record in records] == [
         ("actor/0", "train", "OK"),
         ("actor/1", "train", "OK"),
         ("actor/1", "train", "APP_ERROR"),
