@@ -204,15 +204,38 @@ def _wrap_async_generator(function: Any, name: str, category: str, args: Mapping
 # -- founding spellings --------------------------------------------------------------------------------------------
 
 
-def trace_scope(name: str, category: str | None = None, args: Mapping[str, Any] | None = None) -> Span:
-    """Return ``span(name, category, **args)``; the founding spelling, with args as a mapping."""
+def trace_scope(
+    name: str,
+    category: str | None = None,
+    args: Mapping[str, Any] | None = None,
+    *,
+    enable_profiler: bool = False,
+    profiler_args: Mapping[str, Any] | None = None,
+) -> Span:
+    """Return ``span(name, category, **args)``; the founding spelling, with args as a mapping.
+
+    Args:
+        name: What is done.
+        category: As of ``span``; ``misc`` by default.
+        args: Shown with the span. ``global_step`` in it holds for the scopes inside.
+        enable_profiler: Run torch's profiler in it at the steps listed in ``profile_steps``: one scope at a time in a
+            process, others are noted as skipped. Its events are added to the trace.
+        profiler_args: For ``torch.profiler.profile``.
+    """
     tracer = get_tracer()
-    return Span(tracer, name, category or "misc", dict(args or {})) if tracer.on else _OFF
+    if not tracer.on:
+        return _OFF
+    values = dict(args or {})
+    if tracer.profile_steps and (enable_profiler or "global_step" in values):
+        from zbus.trace.profiler import ProfiledScope
+
+        kind = category or "misc"
+        return ProfiledScope(tracer, name, kind, values, enable=enable_profiler, profiler_args=profiler_args)
+    return Span(tracer, name, category or "misc", values)
 
 
-def atrace_scope(name: str, category: str | None = None, args: Mapping[str, Any] | None = None) -> Span:
-    """Return the same as ``trace_scope``, for ``async with``."""
-    return trace_scope(name, category, args)
+atrace_scope = trace_scope
+"""The founding spelling for ``async with``."""
 
 
 def trace_perf(name: str, category: str | None = None) -> Callable[[F], F]:
