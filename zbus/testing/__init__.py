@@ -1,6 +1,7 @@
-"""The public test kit: a fake clock, a simulated network with the real protocol machines, registry conformance checks.
+"""The public test kit: fake clock, simulated network, registry conformance checks, fault proxy, chaos soak, fixtures.
 
-Programs never import it. Modules: ``clock``, ``simulation``, ``registry``, ``registry_fs``.
+Programs never import it. Modules: ``clock``, ``simulation``, ``registry``, ``registry_fs``, ``proxy``, ``chaos``,
+``plugin``.
 """
 
 from __future__ import annotations
