@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from zbus.codec import stdlib
 from zbus.codec.classes import register, registered
-from zbus.codec.decoder import decode
+from zbus.codec.decoder import decode, decode_calls
 from zbus.codec.encoder import encode, encode_call
 from zbus.codec.exceptions import describe_exception, rebuild_exception, register_exception
 from zbus.codec.limits import DEFAULT_LIMITS, Limits
@@ -18,6 +18,7 @@ __all__ = [
     "Buffer",
     "Limits",
     "decode",
+    "decode_calls",
     "describe_exception",
     "encode",
     "encode_call",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import msgpack
+import msgspec
 
 from zbus.codec import hints
 from zbus.codec.limits import DEFAULT_LIMITS, INLINE_BELOW, Limits
@@ -105,10 +106,10 @@ def encode(value: Any, *, limits: Limits = DEFAULT_LIMITS, snapshot: bool = Fals
     """
     if value.__class__ in PLAIN:  # most results; nothing in it to mark, to copy or to count
         try:
-            body = _pack(value)
-        except UnicodeEncodeError as error:
-            raise CodecError(f"cannot be encoded: {error}") from error  # noqa: EM102, TRY003  # as below
-        if len(body) < INLINE_BELOW:
+            body = _pack_plain(value)
+        except (UnicodeEncodeError, OverflowError):  # to be said, or an integer beyond 64 bits
+            body = b""
+        if 0 < len(body) < INLINE_BELOW:
             return [body]
     state = Encoder(limits, snapshot)
     try:
@@ -129,15 +130,14 @@ def encode_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, 
     Raises:
         CodecError: As ``encode``.
     """
-    calls = [[name, list(args), kwargs if kwargs.__class__ is dict else dict(kwargs)]]
-    if PLAIN.issuperset(map(type, args)) and PLAIN.issuperset(map(type, kwargs.values())):
+    if PLAIN.issuperset(map(type, args)) and not kwargs:
         try:
-            body = _pack(calls)
-        except UnicodeEncodeError:
+            body = _pack_plain(((name, args, kwargs),))
+        except (UnicodeEncodeError, OverflowError):
             body = b""
         if 0 < len(body) < INLINE_BELOW:
             return [body]
-    return encode(calls, snapshot=snapshot)
+    return encode([[name, list(args), dict(kwargs)]], snapshot=snapshot)
 
 
 # -- packing -------------------------------------------------------------------------------------------------------
@@ -150,6 +150,9 @@ def _big_integer(value: Any) -> msgpack.ExtType:
         raise CodecError(msg)
     return msgpack.ExtType(BIGINT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
 
+
+_pack_plain: Final = msgspec.msgpack.Encoder().encode
+"""The same bytes for what is ``PLAIN``, in half the time."""
 
 # pop and append of a list are atomic, and a signal handler that encodes in the middle of a pack takes another packer.
 _packers: list[msgpack.Packer] = []

@@ -49,6 +49,11 @@ from zbus.protocol.messages import (
 __all__ = ["Callee", "Orphan", "RunState"]
 
 _MS: Final = 1_000_000
+
+# The words of a small call as plain names: a look into an enum's class costs as much as ten bytecodes.
+_REQ: Final = int(Kind.REQ)
+_STRICT: Final = int(Status.STRICT)
+_new: Final = tuple.__new__
 _NEVER: Final = 1 << 62
 _MAX_LANES: Final = 256
 """Lanes of one session beyond which undeclared ones are refused without being remembered."""
@@ -77,43 +82,31 @@ _PROGRESS: Final = {
 }
 
 
+_RUNNING: Final = RunState.RUNNING
+_DONE: Final = RunState.DONE
+
+
 class _Run:
     """One request as the callee knows it."""
 
-    __slots__ = (
-        "acked",
-        "arrived_ns",
-        "attempt",
-        "buffers",
-        "calls",
-        "chunks",
-        "deadline_ns",
-        "open_calls",
-        "replies",
-        "seq",
-        "state",
-        "strict",
-        "together",
-        "trace",
-    )
+    # Defaults stand in the class: most requests start, end with one reply, and need none of these.
+    replies: tuple[tuple[Header, Buffers], ...] | list[tuple[Header, Buffers]] = ()
+    chunks: deque[tuple[Header, Buffers]] | None = None  # sent, not yet acknowledged by the caller: oldest first
+    acked = 0
+    state = RunState.HELD
+    strict = False  # a failed call makes its successors NOT_EXECUTED
+    together = False
 
     def __init__(self, header: Header, buffers: Buffers, now: int) -> None:
-        self.seq = header.seq
-        self.calls = header.calls
+        _, _, _, _, _, self.seq, calls, self.attempt, _, budget_ms, status, self.trace = header
+        self.calls = calls
         self.buffers = buffers
-        self.deadline_ns = now + header.budget_ms * _MS if header.budget_ms else _NEVER
-        self.attempt = header.attempt
-        self.trace = header.trace
-        self.strict = self.together = False
-        if header.status:
-            self.strict = header.status in (Status.STRICT, Status.TOGETHER_STRICT)
-            self.together = header.status in (Status.TOGETHER, Status.TOGETHER_STRICT)
+        self.deadline_ns = now + budget_ms * _MS if budget_ms else _NEVER
+        if status:
+            self.strict = status in (Status.STRICT, Status.TOGETHER_STRICT)
+            self.together = status in (Status.TOGETHER, Status.TOGETHER_STRICT)
         self.arrived_ns = now
-        self.state = RunState.HELD
-        self.open_calls = header.calls
-        self.replies: list[tuple[Header, Buffers]] = []
-        self.chunks: deque[tuple[Header, Buffers]] = deque()  # sent, not yet acknowledged by the caller
-        self.acked = 0
+        self.open_calls = calls
 
 
 class _Lane:
@@ -198,6 +191,7 @@ class Callee:
         "draining",
         "dropped",
         "max_epoch",
+        "may_queue",
         "window",
     )
 
@@ -218,6 +212,7 @@ class Callee:
         self.window = window_calls
         self.max_epoch = 0
         self.draining = False
+        self.may_queue = False  # something was queued since ``expire`` last found nothing
         self.dropped: dict[str, int] = {}
 
     # -- what the shell says -------------------------------------------------------------------------------------
@@ -306,16 +301,27 @@ class Callee:
         effects: list[Effect] = []
         session = self._sessions.get(session_id)
         lane = None if session is None else session.lanes.get(lane_name)
-        run = None if lane is None else self._run_of(lane, seq)
-        if session is None or lane is None or run is None or run.state is not RunState.RUNNING:
+        run = None if lane is None else lane.runs.get(seq) or self._run_of(lane, seq)
+        if session is None or lane is None or run is None or run.state is not _RUNNING:
             self._drop("finished_unknown")
             return effects
-        header = self._reply_header(kind, session_id, session, lane, seq, 1, run.attempt, status, floor=chunks)
-        run.replies.append((header, buffers))
+        header = _new(
+            Header,
+            (
+                kind, session_id, session.epoch, self._incarnation, lane_name, seq, 1, run.attempt, chunks, 0,
+                status, 0,
+            ),
+        )  # fmt: skip
+        if run.calls == 1:
+            run.replies = ((header, buffers),)
+        else:
+            if type(run.replies) is not list:
+                run.replies = []
+            run.replies.append((header, buffers))
         run.open_calls -= 1
-        effects.append(SendTo(header, buffers, lane.peer))
+        effects.append(_new(SendTo, (header, buffers, lane.peer)))
         if run.open_calls == 0:
-            run.state = RunState.DONE
+            run.state = _DONE
             run.buffers = ()
             lane.running -= 1
             if session.retired:
@@ -340,6 +346,8 @@ class Callee:
         header = self._reply_header(
             Kind.CHUNK, session_id, session, lane, seq, 1, run.attempt, Status.NONE, floor=number
         )
+        if run.chunks is None:
+            run.chunks = deque()
         run.chunks.append((header, buffers))
         return [SendTo(header, buffers, lane.peer)]
 
@@ -351,6 +359,7 @@ class Callee:
                 for run in [run for run in lane.queue if run.deadline_ns <= now]:
                     lane.queue.remove(run)
                     self._end_unstarted(session_id, session, lane, run, Status.EXPIRED, effects)
+        self.may_queue = self.queued > 0
         return effects
 
     # -- what the network says -----------------------------------------------------------------------------------
@@ -396,6 +405,10 @@ class Callee:
     def receive(self, header: Header, buffers: Buffers, peer: bytes, now: int) -> list[Effect]:
         """Take one message of a caller (any kind but HELLO, PING and BYE) and answer it."""
         session = self._sessions.get(header.session)
+        if session is not None and header.kind == _REQ:
+            execute = self._start_at_once(header, buffers, session, peer, now)
+            if execute is not None:
+                return [execute]
         refused = self._refusal(header, session)
         if refused is not None:
             return [self._nack(header, peer, refused)]
@@ -409,10 +422,13 @@ class Callee:
                 return [self._nack(header, peer, Status.UNKNOWN_LANE)]
             lane = session.lanes[header.lane] = _Lane(header.lane, concurrency, peer)
         lane.peer = peer
+        if header.floor > lane.floor and header.kind != Kind.ACK:  # an ACK's floor counts chunks of its stream
+            self._advance_floor(lane, header.floor)
+        return self._answer(header, buffers, session, lane, now)
+
+    def _answer(self, header: Header, buffers: Buffers, session: _SessionState, lane: _Lane, now: int) -> list[Effect]:
         effects: list[Effect] = []
         kind = header.kind
-        if header.floor > lane.floor and kind != Kind.ACK:  # an ACK's floor counts chunks of its stream
-            self._advance_floor(lane, header.floor)
         if kind in (Kind.REQ, Kind.SKIP):
             self._on_request(header, buffers, session, lane, now, effects)
         elif kind == Kind.PROBE:
@@ -455,6 +471,46 @@ class Callee:
 
     def _may_use(self, session: _SessionState, lane: str) -> bool:
         return session.epoch > 0 or self._guest_lanes is None or lane in self._guest_lanes
+
+    def _start_at_once(  # private, hot path
+        self, header: Header, buffers: Buffers, session: _SessionState, peer: bytes, now: int
+    ) -> Execute | None:
+        """Admit and start the request that the lane is waiting for with a free slot: the common case in one step.
+
+        None, and nothing done, where anything else is to be said or done about it.
+        """
+        _, session_id, epoch, incarnation, name, seq, calls, attempt, floor, budget_ms, status, trace = header
+        lane = session.lanes.get(name)
+        if lane is None or lane.running or lane.queue or not lane.concurrency:
+            return None
+        following = seq + calls
+        runs = lane.runs
+        if (
+            session.retired
+            or self.draining
+            or seq != lane.arrival_next
+            or seq < lane.floor
+            or seq < floor
+            or incarnation != self._incarnation
+            or (epoch and epoch < self.max_epoch)
+            or following in runs
+            or status > _STRICT  # it starts together with others
+        ):
+            return None
+        lane.peer = peer
+        if floor > lane.floor:
+            self._advance_floor(lane, floor)
+        lane.arrival_next = following
+        runs[seq] = run = _Run(header, (), now)
+        run.state = _RUNNING
+        lane.running += 1
+        deadline_ns = run.deadline_ns if budget_ms else None
+        return _new(
+            Execute,
+            (
+                session_id, name, seq, calls, buffers, deadline_ns, trace, run.strict, attempt, now, session.epoch,
+            ),
+        )  # fmt: skip
 
     def _on_request(
         self, header: Header, buffers: Buffers, session: _SessionState, lane: _Lane, now: int, effects: list[Effect]
@@ -503,6 +559,7 @@ class Callee:
             return
         run.state = RunState.QUEUED
         lane.queue.append(run)
+        self.may_queue = True
 
     def _start(self, session_id: bytes, session: _SessionState, lane: _Lane, now: int, effects: list[Effect]) -> None:
         while lane.queue and lane.running < lane.concurrency and not session.retired and not self.draining:
@@ -580,7 +637,7 @@ class Callee:
         if run.state is RunState.HELD:
             effects.append(self._nack(header, lane.peer, Status.GAP, seq=lane.arrival_next))
             return
-        effects.extend(SendTo(chunk, buffers, lane.peer) for chunk, buffers in run.chunks)
+        effects.extend(SendTo(chunk, buffers, lane.peer) for chunk, buffers in run.chunks or ())
         effects.extend(SendTo(reply, buffers, lane.peer) for reply, buffers in run.replies)
         if run.state is not RunState.DONE:
             effects.append(self._progress(header.session, session, lane, run, header.attempt))
@@ -601,7 +658,7 @@ class Callee:
         run.open_calls = 0
         run.buffers = ()
         header = self._reply_header(Kind.FAILURE, session_id, session, lane, run.seq, run.calls, run.attempt, status)
-        run.replies = [(header, ())]
+        run.replies = ((header, ()),)
         effects.append(SendTo(header, (), lane.peer))
 
     def _retire(self, session_id: bytes, session: _SessionState, effects: list[Effect]) -> None:
@@ -650,7 +707,7 @@ class Callee:
         runs = lane.runs
         while runs:  # admission order is seq order; a run still going only delays the forgetting of those behind it
             run = next(iter(runs.values()))
-            if run.state is not RunState.DONE or run.seq + run.calls > floor:
+            if run.state is not _DONE or run.seq + run.calls > floor:
                 return
             del runs[run.seq]
 

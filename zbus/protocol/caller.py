@@ -52,6 +52,13 @@ __all__ = ["CallerLane", "RequestState", "Timing"]
 _NEVER: Final = 1 << 62
 _MS: Final = 1_000_000
 
+# The words of a small call as plain names: a look into an enum's class costs as much as ten bytecodes.
+_REQ: Final = int(Kind.REQ)
+_RESULT: Final = int(Kind.RESULT)
+_STRICT: Final = int(Status.STRICT)
+_OK: Final = OutcomeKind.OK
+_new: Final = tuple.__new__
+
 
 class Timing:
     """When silence is asked about. All in nanoseconds.
@@ -88,38 +95,33 @@ class RequestState(enum.Enum):
     DONE = "done"
 
 
+_WAITING: Final = RequestState.WAITING
+_SENT: Final = RequestState.SENT
+
+
 class _Request:
     """One message's worth of calls, and what is known of it."""
 
-    __slots__ = (
-        "acked",
-        "attempts",
-        "buffers",
-        "calls",
-        "cancelled",
-        "deadline_ns",
-        "expected_chunk",
-        "finished",
-        "gap_until_ns",
-        "give_up_ns",
-        "nbytes",
-        "open_calls",
-        "probe_gap",
-        "probe_ns",
-        "remote",
-        "remote_since_ns",
-        "replied",
-        "seq",
-        "skip",
-        "state",
-        "strict",
-        "together",
-        "trace",
-    )
+    # Defaults stand in the class: most requests are answered before any of these is set.
+    skip = False  # nobody wants it any more: whenever it goes out (again), it goes out as SKIP
+    cancelled = False  # the user (not the deadline) asked
+    give_up_ns = _NEVER  # end of the grace after an expired deadline
+    remote = 0  # last Status word of the callee about it: HELD, QUEUED, RUNNING
+    remote_since_ns = 0
+    finished: set[int] | None = None  # seqs that have their Finish, for calls > 1
+    replied = 0  # calls whose final word from the callee has come
+    expected_chunk = 0
+    acked = 0  # items of a stream that the user has taken
+    gap_until_ns = 0  # a reported gap has been answered; further reports of it are ignored until then
+    state = _WAITING
+    attempts = 0
+    probe_ns = _NEVER
+    probe_gap = 0
+    together = 0  # 0: starts when it arrives; else see _HOLDS and _RELEASED
 
-    def __init__(
-        self, seq: int, calls: int, buffers: Buffers, nbytes: int, deadline_ns: int, trace: int, *, strict: bool
-    ) -> None:
+    def __init__(  # private, hot path
+        self, seq: int, calls: int, buffers: Buffers, nbytes: int, deadline_ns: int, trace: int, strict: bool  # noqa: FBT001
+    ) -> None:  # fmt: skip
         self.seq = seq
         self.calls = calls
         self.buffers = buffers
@@ -127,22 +129,7 @@ class _Request:
         self.deadline_ns = deadline_ns
         self.trace = trace
         self.strict = strict
-        self.together = 0  # 0: starts when it arrives; else see _HOLDS and _RELEASED
-        self.state = RequestState.WAITING
-        self.attempts = 0
-        self.skip = False  # nobody wants it any more: whenever it goes out (again), it goes out as SKIP
-        self.cancelled = False  # the user (not the deadline) asked
-        self.give_up_ns = _NEVER  # end of the grace after an expired deadline
-        self.probe_ns = _NEVER
-        self.probe_gap = 0
-        self.remote = 0  # last Status word of the callee about it: HELD, QUEUED, RUNNING
-        self.remote_since_ns = 0
         self.open_calls = calls  # calls without a Finish
-        self.finished: set[int] | None = None  # seqs that have their Finish, for calls > 1
-        self.replied = 0  # calls whose final word from the callee has come
-        self.expected_chunk = 0
-        self.acked = 0  # items of a stream that the user has taken
-        self.gap_until_ns = 0  # a reported gap has been answered; further reports of it are ignored until then
 
 
 _HOLDS: Final = 1
@@ -244,11 +231,13 @@ class CallerLane:
         Returns:
             (first seq, effects).
         """
+        header = None if together else self.next_header(calls, nbytes, deadline_ns, now, trace=trace, strict=strict)
+        if header is not None:
+            self.sent(header, buffers, nbytes, deadline_ns, now)
+            return header.seq, [SendTo(header, buffers)]
         seq = self._next_seq
         self._next_seq = seq + calls
-        request = _Request(
-            seq, calls, buffers, nbytes, _NEVER if deadline_ns is None else deadline_ns, trace, strict=strict
-        )
+        request = _Request(seq, calls, buffers, nbytes, _NEVER if deadline_ns is None else deadline_ns, trace, strict)
         if together:
             request.together = _HOLDS
         self._requests[seq] = request
@@ -259,11 +248,48 @@ class CallerLane:
             self._retire(request)
             return seq, effects
         self._next_due = min(self._next_due, request.deadline_ns)
-        if self.connected and not self._waiting and self._has_credit(request):
-            self._transmit(request, now, effects)
-        else:
-            self._waiting.append(request)
+        self._waiting.append(request)
+        self._pump(now, effects)
         return seq, effects
+
+    def next_header(
+        self, calls: int, nbytes: int, deadline_ns: int | None, now: int, *, trace: int = 0, strict: bool = False
+    ) -> Header | None:
+        """Return the header under which the next ``calls`` may leave at once, or None: then only ``place`` will do.
+
+        Nothing changes. The shell that has sent them under this header says so with ``sent``, before anything else
+        happens in this lane. Between the two it has a message on its way and the books still to keep, which is what
+        ``place`` would have kept first.
+        """
+        seq = self._next_seq
+        if not self.connected or self._waiting or seq >= self._floor + self.window_calls:
+            return None
+        if self._bytes_out and self._bytes_out + nbytes > self.window_bytes:
+            return None
+        budget = 0 if deadline_ns is None else max(1, (deadline_ns - now) // _MS)
+        status = _STRICT if strict else 0
+        return _new(
+            Header,
+            (
+                _REQ, self._session, self._epoch, self._incarnation, self.lane, seq, calls, 1, self._floor, budget,
+                status, trace,
+            ),
+        )  # fmt: skip
+
+    def sent(self, header: Header, buffers: Buffers, nbytes: int, deadline_ns: int | None, now: int) -> None:
+        """Keep the books of a request that was sent under the header that ``next_header`` gave."""
+        seq, calls = header.seq, header.calls
+        due = _NEVER if deadline_ns is None else deadline_ns
+        request = _Request(seq, calls, buffers, nbytes, due, header.trace, header.status == _STRICT)
+        request.state = _SENT
+        request.attempts = 1
+        request.probe_gap = gap = self.timing.probe_first
+        request.probe_ns = now + gap
+        self._next_seq = seq + calls
+        self._bytes_out += nbytes
+        self._requests[seq] = request
+        self._order.append(request)
+        self._next_due = min(due, now + gap, self._next_due)
 
     def cancel(self, seq: int, now: int) -> list[Effect]:
         """Ask that the request starting at ``seq`` should not run; it still gets exactly one outcome."""
@@ -382,7 +408,17 @@ class CallerLane:
         """Take one message of the callee about this lane."""
         effects: list[Effect] = []
         kind = header.kind
-        if kind == Kind.RESULT:
+        if kind == _RESULT:
+            seq = header.seq
+            request = self._requests.get(seq)
+            if request is not None and request.calls == 1 and request.open_calls and request.attempts:
+                request.open_calls = 0
+                self._retire(request)
+                outcome = _new(Outcome, (_OK, buffers, "", "", request.attempts))
+                effects.append(_new(Finish, (self.lane, seq, outcome)))
+                if self._waiting:
+                    self._pump(now, effects)
+                return effects
             self._on_reply(header, OutcomeKind.OK, buffers, "", "", now, effects)
         elif kind == Kind.FAILURE:
             self._on_failure(header, buffers, now, effects)
@@ -733,7 +769,7 @@ class CallerLane:
             effects.append(Finish(self.lane, seq, outcome))
 
     def _retire(self, request: _Request) -> None:
-        if request.state in (RequestState.SENT, RequestState.RECEIVED):
+        if request.state is not _WAITING:  # nor DONE: it is retired once
             self._bytes_out -= request.nbytes
         request.state = RequestState.DONE
         request.buffers = ()

@@ -13,7 +13,7 @@ import zmq
 
 from zbus.protocol.frames import FrameError, VersionMismatch, decode, encode
 from zbus.protocol.messages import Buffer, Buffers, Header
-from zbus.transport.multipart import PeerGone, Receiver, Socket, send
+from zbus.transport.multipart import PeerGone, Receiver, Socket, send_gated
 from zbus.transport.reactor import Reactor
 from zbus.transport.sockets import MonitorEvent, read_event
 
@@ -34,7 +34,9 @@ class LinkEvents(Protocol):
 
 
 class Channel:
-    """A socket with its receiver, its parked messages and its counters. All methods run under the reactor's lock.
+    """A socket with its receiver, its parked messages and its counters.
+
+    All methods run under the reactor's lock and inside the gate.
 
     Args:
         reactor: Where readiness comes from.
@@ -70,8 +72,6 @@ class Channel:
         self.refused: dict[str, int] = {}
         self.unroutable = 0
         self._closed = False
-        self._unchecked = False  # something was sent since the last look at what can be received
-        self._check_queued = False
         reactor.register(self._fd, self.on_readable)
         if monitor is not None:
             self._monitor_fd = int(monitor.getsockopt(zmq.FD))
@@ -86,33 +86,27 @@ class Channel:
         frames = encode(header, buffers)
         if peer is not None:
             frames.insert(0, peer)
-        self._unchecked = True
-        if not self._check_queued:
-            self._check_queued = True
-            self._reactor.check_later(self._check_sent)
+        self._reactor.check_later(self._fd, self.check)
         if self._outbox:
             self._outbox.append(frames)
             self._flush()
             return
         try:
-            if not send(self.socket, frames):
+            if not send_gated(self.socket, frames):
                 self._outbox.append(frames)
         except PeerGone:
             self.unroutable += 1
 
-    def check(self) -> None:
-        """Take what arrived while sending: a send may have swallowed the readiness signal.
+    def check(self) -> bool:
+        """Take what is there although the descriptor may be silent, as it is after a send; True if there was anything.
 
-        Call after sends; only those inside a round of this channel's own reactor are followed by a check anyway.
+        Call after sends, unless the thread goes on with a round of this channel's own reactor, which begins with it.
         """
-        self._unchecked = False
-        if self._receiver.more():
-            self.on_readable()
-
-    def _check_sent(self) -> None:
-        self._check_queued = False
-        if self._unchecked and not self._closed:
-            self.check()
+        self._reactor.checked(self._fd)
+        if self._closed or not self._receiver.more():
+            return False
+        self.take_all()
+        return True
 
     def drain(self) -> None:
         """Take all that has arrived, for the last time."""
@@ -129,7 +123,19 @@ class Channel:
         return len(self._outbox)
 
     def on_readable(self) -> None:
-        """Take a burst of messages; inside the gate. What is left is taken in the reactor's next round."""
+        """Take one message: most often it is the only one, and whoever waits for it need not wait for a look.
+
+        The look comes at the start of the reactor's next round.
+        """
+        frames = self._receiver.take()
+        self._reactor.check_later(self._fd, self.check)
+        if frames is not None:
+            self._take(frames)
+        if self._outbox and not self._closed:
+            self._flush()
+
+    def take_all(self) -> None:
+        """Take a burst of messages; what is left is taken in the reactor's next round."""
         receiver = self._receiver
         for _ in range(_BURST):
             frames = receiver.take()
@@ -138,7 +144,6 @@ class Channel:
             self._take(frames)
             if self._closed:
                 return
-            self._unchecked = False
             if not receiver.more():
                 break
         else:
@@ -162,8 +167,8 @@ class Channel:
         peer = b""
         try:
             if self._router:
-                peer = bytes(frames[0])
-                header, buffers = decode(frames[1:])
+                peer = bytes(frames.pop(0))
+                header, buffers = decode(frames)
             else:
                 header, buffers = decode(frames)
         except FrameError as error:
@@ -177,7 +182,7 @@ class Channel:
         outbox = self._outbox
         while outbox:
             try:
-                if not send(self.socket, outbox[0]):
+                if not send_gated(self.socket, outbox[0]):
                     return
             except PeerGone:
                 self.unroutable += 1

@@ -25,7 +25,7 @@ __all__ = ["GATED_SIGNALS", "SignalGate", "gate"]
 GATED_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 """The signals whose Python handlers the gate defers."""
 
-_INT, _TERM, _ALRM, _USR1, _USR2 = (int(number) for number in GATED_SIGNALS)
+_NUMBERS: Final = tuple(int(number) for number in GATED_SIGNALS)
 
 _Handler = Callable[[int, FrameType | None], Any]
 
@@ -52,40 +52,27 @@ class SignalGate:
     section become one.
     """
 
-    __slots__ = ("_alrm", "_depth", "_int", "_main", "_pending", "_term", "_usr1", "_usr2")
+    __slots__ = ("_depth", "_main", "_pending", "_seen")
 
     def __init__(self) -> None:
         self._main = threading.main_thread().ident
         self._depth = 0
         self._pending: dict[int, tuple[_Handler, int, FrameType | None]] = {}
-        # What was last seen installed, by signal; single attributes because the entry must stay below 0.3 µs.
-        self._int: Any = None
-        self._term: Any = None
-        self._alrm: Any = None
-        self._usr1: Any = None
-        self._usr2: Any = None
+        self._seen: list[Any] = []  # what was last seen installed, in the order of the signals
 
     def __enter__(self) -> None:
         """Begin a section. Any thread may call; sections nest."""
-        if get_ident() != self._main:
-            return
-        if self._depth == 0 and not (
-            _installed(_INT) is self._int
-            and _installed(_TERM) is self._term
-            and _installed(_ALRM) is self._alrm
-            and _installed(_USR1) is self._usr1
-            and _installed(_USR2) is self._usr2
-        ):
-            self._wrap_all()
-        self._depth += 1
+        if get_ident() == self._main:
+            if self._depth == 0 and list(map(_installed, _NUMBERS)) != self._seen:
+                self._seen = list(map(self._wrap, _NUMBERS))
+            self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         """End a section; at the outermost end run what fell due, letting a handler's exception out."""
-        if get_ident() != self._main:
-            return
-        self._depth -= 1
-        if self._pending and self._depth == 0:
-            self._run_pending()
+        if get_ident() == self._main:
+            self._depth -= 1
+            if self._pending and self._depth == 0:
+                self._run_pending()
 
     @property
     def closed(self) -> bool:
@@ -103,13 +90,6 @@ class SignalGate:
             current = _installed(number)
             if isinstance(current, _Deferring):
                 signal.signal(number, current.handler)
-
-    def _wrap_all(self) -> None:
-        self._int = self._wrap(_INT)
-        self._term = self._wrap(_TERM)
-        self._alrm = self._wrap(_ALRM)
-        self._usr1 = self._wrap(_USR1)
-        self._usr2 = self._wrap(_USR2)
 
     def _wrap(self, number: int) -> Any:
         """Wrap the installed handler if it is a Python one of someone else; return what is installed now."""

@@ -20,7 +20,7 @@ from zbus.errors import TransportError
 from zbus.protocol.messages import Buffer
 from zbus.transport.interrupts import gate
 
-__all__ = ["COPY_LIMIT", "PeerGone", "Receiver", "Socket", "TornMessage", "require_contiguous", "send"]
+__all__ = ["COPY_LIMIT", "PeerGone", "Receiver", "Socket", "TornMessage", "require_contiguous", "send", "send_gated"]
 
 Socket = zmq.Socket[bytes]
 """A socket made by ``SocketFactory``."""
@@ -36,6 +36,8 @@ _EVENTS: Final = int(zmq.EVENTS)
 _POLLIN: Final = int(zmq.POLLIN)
 _POLLOUT: Final = int(zmq.POLLOUT)
 _NO_COPY: Final = repeat(False)  # noqa: FBT003  # an argument column for map
+_NOW: Final = (_DONT_WAIT,)  # argument columns of one receive
+_FRAME: Final = (False,)
 _MAX_CACHED: Final = 64
 _FLAGS: Final = tuple((_MORE,) * (n - 1) + (_DONT_WAIT,) if n else () for n in range(_MAX_CACHED))
 
@@ -99,27 +101,31 @@ def send(socket: Socket, frames: Sequence[Buffer]) -> bool:
         TransportError: The socket is closed or its context ended.
         TornMessage: Memory ran out in the middle; the socket must be closed.
     """
+    with gate:
+        return send_gated(socket, frames)
+
+
+def send_gated(socket: Socket, frames: Sequence[Buffer]) -> bool:
+    """Do as ``send``, for a caller that is inside the gate already."""
     count = len(frames)
     if count == 1 and type(frames[0]) is bytes:  # most messages; one call in C cannot be torn
-        with gate:
-            try:
-                _send(socket, frames[0], _DONT_WAIT, False)  # noqa: FBT003  # the C method's positional `copy`
-                return True
-            except zmq.Again:
-                return bool(_get(socket, _EVENTS) & _POLLOUT) and _attempt(socket, frames, _FLAGS[1])
-            except zmq.ZMQError as error:
-                _fail(socket, frames, 1, error)
+        try:
+            _send(socket, frames[0], _DONT_WAIT, False)  # noqa: FBT003  # the C method's positional `copy`
+            return True
+        except zmq.Again:
+            return bool(_get(socket, _EVENTS) & _POLLOUT) and _attempt(socket, frames, _FLAGS[1])
+        except zmq.ZMQError as error:
+            _fail(socket, frames, 1, error)
     require_contiguous(frames)
     flags = _FLAGS[count] if count < _MAX_CACHED else (_MORE,) * (count - 1) + (_DONT_WAIT,)
     if not flags:
         msg = "a message has at least one frame"
         raise ValueError(msg)
-    with gate:
-        if _attempt(socket, frames, flags):
-            return True
-        # libzmq looks for news of its own thread (a connection made, room freed) only every so often in a send, but
-        # always when asked for its events.
-        return bool(_get(socket, _EVENTS) & _POLLOUT) and _attempt(socket, frames, flags)
+    if _attempt(socket, frames, flags):
+        return True
+    # libzmq looks for news of its own thread (a connection made, room freed) only every so often in a send, but
+    # always when asked for its events.
+    return bool(_get(socket, _EVENTS) & _POLLOUT) and _attempt(socket, frames, flags)
 
 
 def _attempt(socket: Socket, frames: Sequence[Buffer], flags: Sequence[int]) -> bool:
@@ -165,13 +171,14 @@ class Receiver:
         dropped: Messages dropped because an exception that the gate does not defer struck inside a receive.
     """
 
-    __slots__ = ("_done", "_parts", "_resync", "_socket", "dropped")
+    __slots__ = ("_done", "_parts", "_resync", "_socket", "_sockets", "dropped")
 
     def __init__(self, socket: Socket) -> None:
         self._socket = socket
         self._parts: list[zmq.Frame] = []
         self._done: list[Buffer] | None = None
         self._resync = False
+        self._sockets = (socket,)
         self.dropped = 0
 
     @property
@@ -207,7 +214,7 @@ class Receiver:
                 self._skip_rest()
             parts = self._parts
             while not parts or parts[-1].more:
-                parts.extend(map(_recv, (self._socket,), (_DONT_WAIT,), (False,)))
+                parts.extend(map(_recv, self._sockets, _NOW, _FRAME))
         except zmq.Again:
             return None
         except zmq.ZMQError as error:
@@ -218,6 +225,9 @@ class Receiver:
             self._resync = True
             raise
         self._parts = []
+        if len(parts) == 1:
+            part = parts[0]
+            return [part.bytes if len(part) < _SMALL else part.buffer]
         return [part.bytes if len(part) < _SMALL else part.buffer for part in parts]
 
     def _skip_rest(self) -> None:

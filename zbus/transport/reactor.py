@@ -34,6 +34,7 @@ __all__ = ["Reactor"]
 IDLE_GRACE_S: Final = 0.002
 """How long after the last waiting caller the background thread takes the lead again."""
 
+_ENDLESS: Final = float("inf")
 _LOOP_GRACE_S: Final = 0.02
 _MAX_SLEEP_S: Final = 30.0
 _NEVER: Final = 1 << 62
@@ -69,7 +70,8 @@ class Reactor:
         self._thread_leads = False
         self._last_led = 0.0
         self._again: list[int] = []
-        self._to_check: list[Callable[[], None]] = []
+        self._to_check: dict[int, Callable[[], bool]] = {}
+        self._now = clock.monotonic_ns
         self._loops: dict[asyncio.AbstractEventLoop, int] = {}
         self._readers: set[asyncio.AbstractEventLoop] = set()
         self._closed = False
@@ -85,6 +87,7 @@ class Reactor:
     def unregister(self, fd: int) -> None:
         """Forget ``fd``. Call before it is closed."""
         with self.lock:
+            self._to_check.pop(fd, None)
             if self._callbacks.pop(fd, None) is not None:
                 self._epoll.unregister(fd)
 
@@ -117,9 +120,17 @@ class Reactor:
         self._again.append(fd)
         self.wake()
 
-    def check_later(self, check: Callable[[], None]) -> None:
-        """Call ``check`` at the end of this round or of the next: something was sent. Under the lock."""
-        self._to_check.append(check)
+    def check_later(self, fd: int, check: Callable[[], bool]) -> None:
+        """Call ``check`` before the next poll: ``fd`` may be silent about what is there. Under the lock.
+
+        It takes what is there and returns whether there was anything. So whoever leads need not look again before it
+        hands on what it has taken: its next round, or the next leader's first, begins with the look.
+        """
+        self._to_check[fd] = check
+
+    def checked(self, fd: int) -> None:
+        """Undo ``check_later``: somebody has looked since. Under the lock."""
+        self._to_check.pop(fd, None)
 
     # -- driving -------------------------------------------------------------------------------------------------
 
@@ -129,22 +140,23 @@ class Reactor:
         ``done`` is called without the lock, often; it must be cheap. A signal handler may raise out of here; nothing
         is lost then.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if done():
+            return True
+        deadline = _ENDLESS if timeout_s is None else time.monotonic() + timeout_s
         me = threading.get_ident()
         try:
-            while not done():
-                remaining = _MAX_SLEEP_S if deadline is None else deadline - time.monotonic()
+            while True:
+                remaining = _MAX_SLEEP_S if deadline is _ENDLESS else deadline - time.monotonic()
                 if remaining <= 0 or self._closed:
                     return done()
-                if self._lead(me):
-                    while not done():
-                        remaining = _MAX_SLEEP_S if deadline is None else deadline - time.monotonic()
-                        if remaining <= 0 or self._closed:
-                            return done()
-                        self.once(remaining)
+                if self._owner == me or self._lead(me):
+                    if done():  # it came while another thread led
+                        return True
+                    self.once(remaining)
                 else:
                     self._follow(done, min(remaining, 0.05))
-            return True
+                if done():
+                    return True
         finally:
             with gate:
                 if self._owner == me:
@@ -157,6 +169,8 @@ class Reactor:
                 return
             try:
                 self.once(0.0)
+                while self._to_check and self._look():  # the loop polls for itself, and may not do so again for long
+                    pass
             finally:
                 self._leadership.release()
             if self._followers:  # else this would wake the background thread, which fights for the GIL at every call
@@ -196,7 +210,9 @@ class Reactor:
 
     def once(self, timeout_s: float) -> None:
         """One round: wait at most ``timeout_s``, then do what is ready and due. The leader calls it."""
-        now = self.clock.monotonic_ns()
+        if self._to_check and self._look():
+            timeout_s = 0.0
+        now = self._now()
         limit_ns = self._next_due - now
         if limit_ns < timeout_s * 1e9:
             timeout_s = max(0.0, limit_ns / 1e9)
@@ -212,15 +228,20 @@ class Reactor:
                     callback()
                 elif fd == self._wake_fd:
                     self._drain_wake()
-            now = self.clock.monotonic_ns()
+            now = self._now()
             if now >= self._next_due:
                 self.tick(now)
-            while self._to_check:
-                checks, self._to_check = self._to_check, []
-                for check in checks:
-                    check()
         if self._followers:
             self._tell_followers()
+
+    def _look(self) -> bool:
+        """Run the checks that are due; True if one took something."""
+        with gate, self.lock:
+            checks, self._to_check = self._to_check, {}
+            took = False
+            for check in checks.values():
+                took = check() or took
+        return took
 
     def tick(self, now: int) -> None:
         """Run the tickers. Under the lock."""

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgpack
@@ -50,6 +51,7 @@ _AWAKE_S: Final = 0.1
 _SLEEP_S: Final = 30.0
 _EXPIRE_EVERY_NS: Final = 50_000_000
 _NEVER: Final = 1 << 62
+_ABOUT_SESSIONS: Final = frozenset({int(Kind.HELLO), int(Kind.PING), int(Kind.BYE)})
 
 Run = Callable[[Execute], None]
 """Runs one request of the main lane to its end, on the main thread."""
@@ -88,6 +90,7 @@ class Server:
         self.name = name
         self.incarnation = incarnation
         self.clock = clock
+        self._now = clock.monotonic_ns
         self.lock = threading.RLock()
         self.callee = Callee(incarnation, dict(lanes), guest_lanes=guest_lanes)
         self._factory = factory
@@ -130,7 +133,7 @@ class Server:
             self._channels[link] = Channel(
                 reactor,
                 socket,
-                lambda header, buffers, peer: self._on_message(link, header, buffers, peer),
+                partial(self._on_message, link),
                 router=True,
                 on_bad=lambda error, peer: self._on_bad(link, error, peer),
             )
@@ -193,11 +196,13 @@ class Server:
         with gate, self.lock:
             self._do(
                 self.callee.finished(
-                    request.session, request.lane, request.seq + index, kind, status, buffers,
-                    self.clock.monotonic_ns(), chunks=chunks,
+                    request.session, request.lane, request.seq + index, kind, status, buffers, self._now(),
+                    chunks=chunks,
                 )
             )  # fmt: skip
-            self._check_after_send(request.lane)
+            # After its last answer the main thread goes on with a round of its reactor, which begins with the check.
+            if threading.get_ident() != self._runner or index + 1 < request.calls:
+                self._check_after_send(request.lane)
         if trap is not None:
             trap("after_reply")
 
@@ -305,7 +310,7 @@ class Server:
                 self._bus.unregister(self._main.fileno())
                 channel = self._channels.get("main")
                 if channel is not None:
-                    channel.on_readable()
+                    channel.take_all()
 
     def _take_over(self, since_ns: int) -> None:
         """Let the bus thread read ``main`` while the main thread is in a long call."""
@@ -315,34 +320,33 @@ class Server:
                 return
             self._takeover = True
             self._bus.register(self._main.fileno(), self._main_from_bus)
-            channel.on_readable()
+            channel.take_all()
             self._do(self.callee.announce("main"))
             channel.check()
 
     def _main_from_bus(self) -> None:
         channel = self._channels.get("main")
         if self._takeover and channel is not None:
-            channel.on_readable()
+            channel.take_all()
             channel.check()
 
     # -- messages ------------------------------------------------------------------------------------------------
 
     def _on_message(self, link: str, header: Header, buffers: Sequence[Buffer], peer: bytes) -> None:
-        now = self.heard_ns = self.clock.monotonic_ns()
+        now = self.heard_ns = self._now()
         kind = header.kind
-        if kind == Kind.HELLO:
+        if kind not in _ABOUT_SESSIONS:
+            self._link_of_lane[header.lane] = link
+            self._do(self.callee.receive(header, buffers, peer, now))
+            if header.budget_ms and self.callee.may_queue:
+                self._bus.note_due(now + _EXPIRE_EVERY_NS)
+        elif kind == Kind.HELLO:
             self._on_hello(link, header, buffers, peer, now)
         elif kind == Kind.PING:
             self._channels[link].send(header._replace(kind=Kind.PONG), buffers, peer)
-        elif kind == Kind.BYE:
-            if link == "ctl" or "ctl" not in self._channels:
-                self._do(self.callee.bye(header.session))
-                self._check_other(link)
-        else:
-            self._link_of_lane[header.lane] = link
-            self._do(self.callee.receive(header, buffers, peer, now))
-            if header.budget_ms and self.callee.queued:
-                self._bus.note_due(now + _EXPIRE_EVERY_NS)
+        elif link == "ctl" or "ctl" not in self._channels:
+            self._do(self.callee.bye(header.session))
+            self._check_other(link)
 
     def _on_hello(self, link: str, header: Header, buffers: Sequence[Buffer], peer: bytes, now: int) -> None:
         channel = self._channels[link]
@@ -422,4 +426,4 @@ class Server:
         if effects:
             self._do(effects)
             self._check_all()
-        return now + _EXPIRE_EVERY_NS if self.callee.queued else _NEVER
+        return now + _EXPIRE_EVERY_NS if self.callee.may_queue else _NEVER
