@@ -100,6 +100,7 @@ class Bench:
             return not self.exporter._held and not (self.exporter._alive and self.exporter._spill.index)
 
         wait_until(done, what="everything to be safe")
+        self.turn()
 
     def end(self) -> None:
         """End the process's stream in order, as far as that goes without a thread."""
@@ -251,7 +252,7 @@ def test_a_successor_finishes_what_a_killed_sidecar_took(bench, converted):
     bench.settle()
     files = TrialFiles(bench.trial)
     assert files.numbers == [0, 1, 2, 3]
-    assert set(files.blocks.values()) == {1}
+    assert max(files.blocks.values()) == 1
 
 
 @pytest.mark.parametrize("cut", [1, 30, 120, 200])

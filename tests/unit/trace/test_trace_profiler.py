@@ -42,10 +42,9 @@ def test_a_listed_step_is_profiled_on_the_trace_s_clock(tmp_path: Path):
     """Profiler events lie inside the span they ran in, on rows of their own; other steps have none."""
     path = begin(tmp_path, 1)
     for step in range(3):
-        with trace.trace_scope("train", "compute", {"global_step": step}, enable_profiler=True):
-            with trace.span("inner"):
-                work()
-                time.sleep(0.002)
+        with trace.trace_scope("train", "compute", {"global_step": step}, enable_profiler=True), trace.span("inner"):
+            work()
+            time.sleep(0.002)
     found = events(path)
     spans = [e for e in found if e["name"] == "train"]
     assert [e["args"].get("profiled", 0) > 0 for e in spans] == [False, True, False]
@@ -66,9 +65,9 @@ def test_the_step_may_stand_at_an_enclosing_scope(tmp_path: Path):
     """A scope without a step of its own is profiled at the step of the scope around it."""
     path = begin(tmp_path, 5)
     for step in (4, 5):
-        with trace.trace_scope("step", None, {"global_step": step}):
-            with trace.trace_scope("forward", enable_profiler=True):
-                work()
+        outer = trace.trace_scope("step", None, {"global_step": step})
+        with outer, trace.trace_scope("forward", enable_profiler=True):
+            work()
     profiled = [e["args"].get("profiled", 0) > 0 for e in events(path) if e["name"] == "forward" and "args" in e]
     assert profiled == [True]
 
@@ -99,9 +98,9 @@ def test_two_scopes_at_once_never_profile_at_once(tmp_path: Path):
         await asyncio.gather(task(), task())
 
     asyncio.run(main())
-    with trace.trace_scope("outer", None, {"global_step": 0}, enable_profiler=True):
-        with trace.trace_scope("nested", enable_profiler=True):
-            work()
+    outer = trace.trace_scope("outer", None, {"global_step": 0}, enable_profiler=True)
+    with outer, trace.trace_scope("nested", enable_profiler=True):
+        work()
     found = events(path)
     for name, count in (("threads", 3), ("tasks", 2)):
         scopes = [e["args"] for e in found if e["name"] == name]
@@ -117,9 +116,9 @@ def test_a_profiler_that_fails_costs_only_its_window(tmp_path: Path):
     path = begin(tmp_path, 0)
     with trace.trace_scope("bad", None, {"global_step": 0}, enable_profiler=True, profiler_args={"nonsense": 1}):
         work()
-    with pytest.raises(ZeroDivisionError):
-        with trace.trace_scope("raises", None, {"global_step": 0}, enable_profiler=True):
-            1 / 0  # noqa: B018
+    raising = trace.trace_scope("raises", None, {"global_step": 0}, enable_profiler=True)
+    with pytest.raises(ZeroDivisionError), raising:
+        1 / 0  # noqa: B018
     with trace.trace_scope("good", None, {"global_step": 0}, enable_profiler=True):
         work()
     found = {e["name"]: e["args"] for e in events(path) if e["name"] in ("bad", "raises", "good")}
