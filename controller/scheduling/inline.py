@@ -357,7 +357,7 @@ class InlineRuntime:
         chunk_sink: ChunkSink | None = None,
         trace: int = 0,
         strict: bool = False,
-        together: bool = False,  # noqa: ARG002  # ranks of one process cannot be lost one by one
+        together: bool = False,  # ranks of one process cannot be lost one by one
     ) -> _Placed:
         """Place calls; sync endpoints have run when it returns. See ``controller.placer.Placer``.
 

@@ -20,6 +20,7 @@ MUST_HAPPEN = """
 fault: break · fault: a break noticed by the next connection · fault: controller replaced, the old one dies
 fault: controller replaced, the old one goes on · fault: controller replaced, the old one says BYE · fault: crash
 fault: crash between effects · fault: drain · fault: duplicate · fault: from a dead connection · fault: lease
+fault: controller dies between two messages
 fault: loss · fault: lost in a break · fault: partition both ways · fault: partition to callers
 fault: partition to the worker · fault: pause of a controller · fault: pause of a worker
 meets: CANCEL done · meets: CANCEL held · meets: CANCEL new · meets: CANCEL queued · meets: CANCEL running
@@ -36,6 +37,8 @@ outcome: NOT_EXECUTED lease · outcome: NOT_EXECUTED predecessor · outcome: NOT
 outcome: NOT_EXECUTED shutdown · outcome: NOT_EXECUTED worker_exit · outcome: OK · outcome: UNKNOWN deadline
 outcome: UNKNOWN fenced · outcome: UNKNOWN lease · outcome: UNKNOWN shutdown · outcome: UNKNOWN worker_exit
 peer: connecting handshaking · peer: handshaking ready · peer: ready suspect · peer: suspect ready · peer: ready dead
+gang: released · gang: ran · gang: did not run · meets: GO poised · meets: GO running · meets: CANCEL poised
+meets: PROBE poised · message: GO · message: PROGRESS POISED · outcome: NOT_EXECUTED gang
 orphan · refused: FENCED_EPOCH dead · refused: FENCED_EPOCH ready · refused: FENCED_INCARNATION suspect
 """
 

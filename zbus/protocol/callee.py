@@ -17,9 +17,9 @@ A request, named by (session, lane, first seq), goes through::
   the old session had queued ends as not executed, what runs may end, and nothing of it starts any more (P8).
 - A session that is over (replaced, or it said BYE) is remembered by its id, without its replies: a late copy of its
   HELLO and requests must not open it again and run them a second time.
-- A request that starts together takes its turn like any other, then says POISED and waits for GO with its slot kept.
-  While POISED it does not expire here: the caller has GO or CANCEL on its way to all members, and this one must not
-  decide for itself (the caller gives no GO after the deadline).
+- A request that starts together takes its turn like any other, then says POISED and waits for GO with its slot kept;
+  nothing behind it starts before it (P4). While POISED it does not expire here: the caller has GO or CANCEL on its way
+  to all members, and this one must not decide for itself (the caller gives no GO after the deadline).
 - A place that will not run (expired, cancelled, draining, no such lane) is admitted in order like any other and its
   answer is cached like any other, so that a lost answer is said again and the sequence has no hole.
   Epoch 0 is a guest: it has its own session and may use only the lanes in ``guest_lanes``.
@@ -112,7 +112,7 @@ class _Run:
 class _Lane:
     """One lane of one session."""
 
-    __slots__ = ("arrival_next", "concurrency", "floor", "name", "peer", "queue", "running", "runs")
+    __slots__ = ("arrival_next", "concurrency", "floor", "name", "peer", "poised", "queue", "running", "runs")
 
     #: every seq below was admitted or skipped; contiguous
     arrival_next: int
@@ -124,6 +124,8 @@ class _Lane:
     queue: deque[_Run]
     #: number of RUNNING and POISED runs, at most ``concurrency``
     running: int
+    #: the POISED run, if there is one; the queue waits behind it
+    poised: _Run | None
 
     def __init__(self, name: str, concurrency: int, peer: bytes) -> None:
         self.name = name
@@ -134,6 +136,7 @@ class _Lane:
         self.runs = {}
         self.queue = deque()
         self.running = 0
+        self.poised = None
 
 
 class _SessionState:
@@ -436,7 +439,7 @@ class Callee:
         elif kind == Kind.CANCEL:
             self._on_cancel(header, session, lane, now, effects)
         elif kind == Kind.GO:
-            self._on_go(header, session, lane, effects)
+            self._on_go(header, session, lane, now, effects)
         elif kind == Kind.ACK:
             self._on_ack(header, lane, effects)
         else:
@@ -448,7 +451,9 @@ class Callee:
         for session in self._sessions.values():
             for lane in session.lanes.values():
                 states = [run.state for run in lane.runs.values()]
-                assert lane.running == states.count(RunState.RUNNING) + states.count(RunState.POISED), lane.name
+                poised = states.count(RunState.POISED)
+                assert poised == (lane.poised is not None), lane.name
+                assert lane.running == states.count(RunState.RUNNING) + poised, lane.name
                 assert lane.running <= lane.concurrency, lane.name
                 assert len(lane.queue) == states.count(RunState.QUEUED), lane.name
                 assert len(lane.runs) <= 2 * self.window + lane.concurrency, lane.name
@@ -562,6 +567,8 @@ class Callee:
         self.may_queue = True
 
     def _start(self, session_id: bytes, session: _SessionState, lane: _Lane, now: int, effects: list[Effect]) -> None:
+        if lane.poised is not None:
+            return
         while lane.queue and lane.running < lane.concurrency and not session.retired and not self.draining:
             run = lane.queue.popleft()
             if run.deadline_ns <= now:
@@ -570,9 +577,10 @@ class Callee:
             lane.running += 1
             if run.together:
                 run.state = RunState.POISED
+                lane.poised = run
                 effects.append(self._progress(session_id, session, lane, run, run.attempt))
-            else:
-                self._execute(session_id, session, lane, run, effects)
+                return
+            self._execute(session_id, session, lane, run, effects)
 
     def _execute(
         self, session_id: bytes, session: _SessionState, lane: _Lane, run: _Run, effects: list[Effect]
@@ -587,12 +595,14 @@ class Callee:
         )  # fmt: skip
         run.buffers = ()
 
-    def _on_go(self, header: Header, session: _SessionState, lane: _Lane, effects: list[Effect]) -> None:
-        run = lane.runs.get(header.seq)
-        if run is None or run.state is not RunState.POISED:
+    def _on_go(self, header: Header, session: _SessionState, lane: _Lane, now: int, effects: list[Effect]) -> None:
+        run = lane.poised
+        if run is None or run.seq != header.seq:
             self._on_probe(header, session, lane, effects)  # it came before, and its caller has not heard of it
-        else:
-            self._execute(header.session, session, lane, run, effects)
+            return
+        lane.poised = None
+        self._execute(header.session, session, lane, run, effects)
+        self._start(header.session, session, lane, now, effects)
 
     def _on_probe(self, header: Header, session: _SessionState, lane: _Lane, effects: list[Effect]) -> None:
         run = lane.runs.get(header.seq)
@@ -611,6 +621,7 @@ class Callee:
             lane.queue.remove(run)
             self._end_unstarted(header.session, session, lane, run, Status.CANCELLED, effects)
         elif run.state is RunState.POISED:
+            lane.poised = None
             lane.running -= 1
             self._end_unstarted(header.session, session, lane, run, Status.CANCELLED, effects)
             self._start(header.session, session, lane, now, effects)
@@ -696,11 +707,12 @@ class Callee:
 
     def _flush_queues(self, session_id: bytes, session: _SessionState, status: Status, effects: list[Effect]) -> None:
         for lane in session.lanes.values():
-            poised = [run for run in lane.runs.values() if run.state is RunState.POISED] if lane.running else ()
-            lane.running -= len(poised)
-            for run in (*poised, *lane.queue):
-                self._end_unstarted(session_id, session, lane, run, status, effects)
-            lane.queue.clear()
+            if lane.poised is not None:
+                lane.queue.appendleft(lane.poised)
+                lane.poised = None
+                lane.running -= 1
+            while lane.queue:
+                self._end_unstarted(session_id, session, lane, lane.queue.popleft(), status, effects)
 
     def _advance_floor(self, lane: _Lane, floor: int) -> None:
         lane.floor = floor

@@ -155,6 +155,15 @@ def test_a_callee_holds_its_turn_until_go():
     assert ask(machine, Kind.GO, 0) == ["RESULT OK 0"]
 
 
+def test_nothing_overtakes_a_poised_request():
+    """Calls start in the order of their places, also where the lane has room for several at once."""
+    machine = callee(lanes={"main": 4})
+    ask(machine, Kind.REQ, 0, status=Status.TOGETHER)
+    assert ask(machine, Kind.REQ, 1) == []
+    assert ask(machine, Kind.REQ, 2, status=Status.TOGETHER) == []
+    assert ask(machine, Kind.GO, 0) == ["run 0", "run 1", "PROGRESS POISED 2"]
+
+
 def test_a_callee_becomes_ready_only_when_its_turn_comes():
     """A rank that is still busy does not hold the call yet, so its death there costs the others nothing."""
     machine = callee()

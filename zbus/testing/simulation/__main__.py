@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from zbus.testing.simulation.mutants import MUTANTS, run_mutants
 from zbus.testing.simulation.runner import Report, replay, run_for
 
 __all__ = ["main"]
@@ -19,8 +20,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--size", choices=("small", "large", "mixed"), default="small", help="size of the runs")
     parser.add_argument("--failures", type=int, default=1, help="stop after so many failing seeds (default 1)")
     parser.add_argument("--replay", type=int, metavar="SEED", help="play one seed and tell its story")
+    parser.add_argument("--mutants", action="store_true", help="break the machines by hand, each must be noticed")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
+    if options.mutants:
+        return _mutants(as_json=options.json)
     if options.replay is not None:
         size = "small" if options.size == "mixed" else options.size
         print(failure := replay(options.replay, size, lines=1000))  # noqa: T201
@@ -28,6 +32,25 @@ def main(arguments: list[str] | None = None) -> int:
     report = run_for(options.seconds, options.seed, options.size, stop_after=options.failures)
     print(json.dumps(report.as_json(), indent=1) if options.json else _text(report))  # noqa: T201
     return int(bool(report.failures))
+
+
+def _mutants(*, as_json: bool) -> int:
+    verdicts = run_mutants()
+    killed = sum(verdict.killed for verdict in verdicts)
+    if as_json:
+        told = {
+            "mutants": {"killed": killed, "total": len(verdicts)},
+            "alive": [verdict.name for verdict in verdicts if not verdict.killed],
+            "runs": {verdict.name: verdict.runs for verdict in verdicts},
+        }
+        print(json.dumps(told, indent=1))  # noqa: T201
+    else:
+        for verdict in verdicts:
+            rule = "nothing" if verdict.failure is None else verdict.failure.rule
+            word = "killed by" if verdict.killed else "ALIVE:   "
+            print(f"{word} {rule:10} after {verdict.runs:6d} runs  {verdict.name}: {MUTANTS[verdict.name].doc}")  # noqa: T201
+        print(f"{killed} of {len(verdicts)} mutants killed")  # noqa: T201
+    return int(killed < len(verdicts))
 
 
 def _text(report: Report) -> str:

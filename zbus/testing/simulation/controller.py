@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from zbus.protocol.caller import CallerLane
+from zbus.protocol.gang import Gang, Step
 from zbus.protocol.journal import JournalReport
 from zbus.protocol.liveness import LinkMachine, LinkState
-from zbus.protocol.messages import Buffers, Chunk, Effect, Finish, Header, Kind, SendTo, Status
-from zbus.testing.simulation.ledger import Call, broken
+from zbus.protocol.messages import Buffers, Chunk, Effect, Finish, Header, Kind, Poised, SendTo, Status
+from zbus.testing.simulation.ledger import Call, GangTruth, broken
 
 if TYPE_CHECKING:
     from zbus.testing.simulation.network import Connection
@@ -32,15 +33,27 @@ _RANK: Final = {
 _REFUSALS: Final = (Status.NO_SESSION, Status.FENCED_EPOCH, Status.FENCED_INCARNATION, Status.DRAINING)
 
 
+class SimGang:
+    """A call that starts together, as the client keeps it, and the truth about it."""
+
+    __slots__ = ("lanes", "machine", "truth")
+
+    def __init__(self, machine: Gang, lanes: list[SimLane]) -> None:
+        self.machine = machine
+        self.lanes = lanes
+        self.truth = GangTruth()
+
+
 class SimLane:
     """One lane of a peer: its machine and the calls that wait for an outcome."""
 
-    __slots__ = ("calls", "link", "machine")
+    __slots__ = ("calls", "gangs", "link", "machine")
 
     def __init__(self, machine: CallerLane, link: SimLink) -> None:
         self.machine = machine
         self.link = link
         self.calls: dict[int, Call] = {}
+        self.gangs: dict[int, tuple[SimGang, int]] = {}
 
 
 class SimLink:
@@ -80,7 +93,13 @@ class SimLink:
 
     def send(self, header: Header, buffers: Buffers = ()) -> None:
         """Hand a message to the network; without a connection it is lost, as the cleared outbox of the client."""
-        self.controller.world.network.send(self.connection, 1, header, buffers)
+        controller = self.controller
+        if controller.crash_in >= 0:
+            if controller.crash_in == 0:
+                controller.world.crash_controller(controller)
+            controller.crash_in -= 1
+        if controller.alive:
+            controller.world.network.send(self.connection, 1, header, buffers)
 
     def on_message(self, header: Header, buffers: Buffers) -> None:
         """As the client's link."""
@@ -146,7 +165,9 @@ class SimPeer:
 class SimController:
     """One session with its peers."""
 
-    __slots__ = ("_due", "alive", "epoch", "paused_until", "peers", "session", "was_paused", "world")
+    __slots__ = (
+        "_due", "alive", "crash_in", "epoch", "gangs", "paused_until", "peers", "session", "was_paused", "world"
+    )  # fmt: skip
 
     def __init__(self, world: World, number: int, epoch: int) -> None:
         self.world = world
@@ -157,6 +178,8 @@ class SimController:
         self.was_paused = False
         self.peers: list[SimPeer] = []
         self._due = _NEVER
+        self.crash_in = -1  # it dies at its so many-th message from now
+        self.gangs: list[tuple[GangTruth, list[SimPeer]]] = []
 
     def __repr__(self) -> str:
         return f"controller {self.session[-1]} (epoch {self.epoch})"
@@ -177,7 +200,7 @@ class SimController:
 
     def place(
         self, members: list[SimPeer], lane_name: str, token: bytes, count: int, deadline: int | None, batch: int, *,
-        strict: bool, stream: bool,
+        strict: bool, stream: bool, together: bool = False,
     ) -> list[tuple[SimPeer, int]] | None:  # fmt: skip
         """Place atomically as the client does; None if some member is not READY."""
         for peer in members:
@@ -186,9 +209,12 @@ class SimController:
         world = self.world
         now = world.now
         placed = []
+        together = together and len(members) > 1
+        gang = self._gang(members, lane_name, deadline) if together else None
         for peer in members:
             lane = self._lane(peer, lane_name)
             machine = lane.machine
+            calls = []
             seq = machine.next_seq
             for index in range(count):
                 call = Call(
@@ -197,7 +223,12 @@ class SimController:
                 )  # fmt: skip
                 lane.calls[seq + index] = call
                 world.ledger.placed(call)
-            _, effects = machine.place((token,), count, len(token), deadline, now, strict=strict)
+                calls.append(call)
+            if gang is not None:
+                gang.truth.members.append(calls)
+                for call in calls:
+                    call.gang = gang.truth
+            _, effects = machine.place((token,), count, len(token), deadline, now, strict=strict, together=together)
             self.run(lane, effects)
             placed.append((peer, seq))
             self.note_due(machine.next_timer())
@@ -208,9 +239,10 @@ class SimController:
         if not self._ready_to_act(self.cancel, placed, lane_name, count):
             return
         for peer, seq in placed:
-            lane = self._lane(peer, lane_name)
             for index in range(count):
                 self.world.ledger.calls[peer.incarnation, self.session, lane_name, seq + index].cancelled = True
+        for peer, seq in placed:
+            lane = self._lane(peer, lane_name)
             self.run(lane, lane.machine.cancel(seq, self.world.now))
 
     def consumed(self, lane: SimLane, seq: int, upto: int) -> None:
@@ -264,6 +296,9 @@ class SimController:
                 self._finish(lane, effect)  # type: ignore[arg-type]
             elif kind is Chunk:
                 self._chunk(lane, effect)  # type: ignore[arg-type]
+            elif kind is Poised and effect.seq in lane.gangs:  # type: ignore[union-attr]
+                gang, member = lane.gangs[effect.seq]  # type: ignore[union-attr]
+                self._take(gang, gang.machine.poised(member, world.now))
         lane.machine.validate()
         self.note_due(lane.machine.next_timer())
         if world.story is not None:
@@ -326,11 +361,35 @@ class SimController:
         return lane
 
     def _finish(self, lane: SimLane, effect: Finish) -> None:
+        if not self.alive:
+            return  # it died between two messages: nobody is told any more
         call = lane.calls.pop(effect.seq, None)
         if call is None:
             broken("I1", f"{lane.machine.lane}/{effect.seq} gets {effect.outcome} after its outcome")
         grace = None if self.was_paused else self.world.timing.cancel_grace
         self.world.ledger.finished(call, effect.outcome, self.world.now, grace=grace)
+        found = lane.gangs.get(call.key[3] - call.index)
+        if found is not None:
+            gang, member = found
+            self._take(gang, gang.machine.ended(member, effect.outcome, self.world.now))
+
+    def _gang(self, members: list[SimPeer], lane_name: str, deadline: int | None) -> SimGang:
+        """As the client: make the next request of each member's lane start together."""
+        lanes = [self._lane(peer, lane_name) for peer in members]
+        machines = [lane.machine for lane in lanes]
+        names = [str(peer.worker) for peer in members]
+        gang = SimGang(Gang(machines, [machine.next_seq for machine in machines], names, deadline), lanes)
+        for index, lane in enumerate(lanes):
+            lane.gangs[lane.machine.next_seq] = gang, index
+        self.gangs.append((gang.truth, members))
+        return gang
+
+    def _take(self, gang: SimGang, steps: list[Step]) -> None:
+        if gang.machine.released and gang.truth.gone is None:
+            gang.truth.gone = self.world.now
+            self.world.covered["gang", "released"] += 1
+        for member, effects in steps:
+            self.run(gang.lanes[member], effects)
 
     def _chunk(self, lane: SimLane, effect: Chunk) -> None:
         call = lane.calls.get(effect.seq)

@@ -57,6 +57,8 @@ class Knobs:
         same_address: A new incarnation answers at the address of the old one.
         wire: Messages pass through their bytes.
         journal: Workers keep a crash journal, which is read after their death.
+        together: Share of requests to several workers that start together.
+        crash_sends: Controllers that die between two of their messages.
     """
 
     workers: int
@@ -95,6 +97,8 @@ class Knobs:
     same_address: bool
     wire: bool
     journal: bool
+    together: float
+    crash_sends: int
 
     @property
     def faultless(self) -> bool:
@@ -108,6 +112,7 @@ class Knobs:
             or self.partitions
             or self.pauses
             or self.takeovers
+            or self.crash_sends
             or self.drains
             or self.callee_window < self.window_calls
         )
@@ -116,11 +121,12 @@ class Knobs:
 _LANES: Final = (("main",), ("main",), ("main", "side"), ("main", "ctl"), ("main", "side", "ctl"))
 
 
-def draw(rng: Random, size: str = "small") -> Knobs:
+def draw(rng: Random, later: Random, size: str = "small") -> Knobs:
     """Draw the knobs of one run.
 
     Args:
         rng: The run's generator.
+        later: Another one, for what was added later: so the runs of old seeds stay what they were where it is off.
         size: ``small`` (a few calls, for millions of schedules) or ``large`` (deep histories).
     """
     r = rng.random
@@ -136,6 +142,7 @@ def draw(rng: Random, size: str = "small") -> Knobs:
         return 1 + int(r() * top * scale) if r() < on * share else 0
 
     partitions = count(2, 0.6)
+    more = later.random
     window = (2, 4, 8, 64)[int(r() * 4)]
     return Knobs(
         workers=1 + int(r() * (4 if large else 2.5)),
@@ -174,4 +181,6 @@ def draw(rng: Random, size: str = "small") -> Knobs:
         same_address=r() < 0.5,
         wire=r() < 0.1,
         journal=r() < 0.5,
+        together=more() if more() < 0.3 else 0.0,
+        crash_sends=int(not calm and more() < 0.06),
     )

@@ -13,7 +13,7 @@ from typing import Final, NoReturn
 from zbus.protocol.callee import Orphan
 from zbus.protocol.messages import Buffers, Execute, Kind, Outcome, OutcomeKind, Status
 
-__all__ = ["Call", "Ledger", "Violation", "broken"]
+__all__ = ["Call", "GangTruth", "Ledger", "Violation", "broken"]
 
 _CAUSES: Final = frozenset({"worker_exit", "lease", "fenced", "deadline", "shutdown"})
 _PROVED: Final = (OutcomeKind.NOT_EXECUTED, OutcomeKind.CANCELLED)
@@ -32,11 +32,26 @@ def broken(rule: str, text: str) -> NoReturn:
     raise Violation(rule, text)
 
 
+class GangTruth:
+    """What is known of a call that starts together, kept outside the machine under test.
+
+    Attributes:
+        members: The calls of each member.
+        gone: When its caller said GO, or None.
+    """
+
+    __slots__ = ("gone", "members")
+
+    def __init__(self) -> None:
+        self.members: list[list[Call]] = []
+        self.gone: int | None = None
+
+
 class Call:
     """One placed call, what happened to it, and what its caller was told."""
 
     __slots__ = (
-        "batch", "cancelled", "chunks", "deadline", "ended", "index", "key", "outcome", "placed",
+        "batch", "cancelled", "chunks", "deadline", "ended", "gang", "held", "index", "key", "outcome", "placed",
         "result", "said", "size", "started", "stream", "strict", "token",
     )  # fmt: skip
 
@@ -60,6 +75,8 @@ class Call:
         self.said = 0
         self.chunks = 0
         self.cancelled = False
+        self.gang: GangTruth | None = None
+        self.held = False
 
     def __repr__(self) -> str:
         incarnation, session, lane, seq = self.key
@@ -93,7 +110,10 @@ class Ledger:
     def handed_out(self, incarnation: int, request: Execute, now: int) -> list[Call]:
         """Return the calls of a request that the callee wants to run; they must be what was placed."""
         calls = []
-        if request.deadline_ns is not None and request.deadline_ns <= now:
+        first = self.calls.get((incarnation, request.session, request.lane, request.seq))
+        if first is not None and first.gang is not None:
+            self._check_gang(first, first.gang)
+        elif request.deadline_ns is not None and request.deadline_ns <= now:
             broken("P6", f"{request.lane}/{request.seq} is to run after its deadline")
         for index in range(request.calls):
             call = self.calls.get((incarnation, request.session, request.lane, request.seq + index))
@@ -103,6 +123,39 @@ class Ledger:
                 broken("I4", f"{call!r} is to run with the payload {bytes(request.buffers[0])!r}")
             calls.append(call)
         return calls
+
+    def held(self, incarnation: int, session: bytes, lane: str, seq: int) -> None:
+        """Note that a worker holds a call that starts together, and says so."""
+        self.calls[incarnation, session, lane, seq].held = True
+
+    @staticmethod
+    def _check_gang(call: Call, gang: GangTruth) -> None:
+        """Check that a call which is to run was held by all its members, and released in time."""
+        if not all(member[0].held for member in gang.members):
+            broken("P4", f"{call!r} is to start together, and not every member holds it")
+        if gang.gone is None:
+            broken("P4", f"{call!r} is to start together, and its caller said no GO")
+        if call.deadline is not None and gang.gone >= call.deadline:
+            broken("P6", f"{call!r} was told to start together after its deadline")
+
+    def check_gang(self, gang: GangTruth, excused: Sequence[bool]) -> None:
+        """Check, when all is quiet, that a gang ran everywhere or nowhere.
+
+        Args:
+            gang: Which.
+            excused: Of each member, whether it (or its caller) was lost, so that it may have missed its GO.
+        """
+        calls = [member[0] for member in gang.members]
+        ran = [call for call in calls if call.started]
+        self.covered["gang", "ran" if ran else "did not run"] += 1
+        if not ran:
+            return
+        for call, excuse in zip(calls, excused, strict=True):
+            outcome = call.outcome
+            if outcome is not None and outcome.kind in _PROVED and outcome.reason in ("gang", "deadline", "cancelled"):
+                broken("P4", f"{call!r} is told {outcome.reason} before the start, but {ran[0]!r} started")
+            if not call.started and not excuse:
+                broken("P4", f"{ran[0]!r} started and {call!r} did not")
 
     def start(self, call: Call, *, epoch: int, highest: int, over: str, alone: bool) -> None:
         """Note that a call starts.

@@ -148,6 +148,9 @@ class SimWorker:
             kind = type(effect)
             if kind is SendTo:
                 assert isinstance(effect, SendTo)
+                if effect.header.status == Status.POISED:
+                    header = effect.header
+                    world.ledger.held(self.incarnation, header.session, header.lane, header.seq)
                 connection = world.network.by_peer.get(effect.peer or b"")
                 world.network.send(connection, 0, effect.header, effect.buffers)
             elif kind is Execute:

@@ -29,6 +29,8 @@ _HELLO_EVERY: Final = 120 * MS
 _QUIET: Final = 40 * MS
 _PATIENCE: Final = 60_000 * MS
 _MAX_EVENTS: Final = 60_000
+_LATER: Final = 0x4A7138
+"""Salt of the generator of what was added later; chosen so that it is off in the runs of the corpus."""
 
 
 def _epoch(controller: SimController) -> int:
@@ -48,7 +50,8 @@ class World:
 
     __slots__ = (
         "_number", "_slots", "_token", "controllers", "covered", "events", "faulty", "heap", "hello_every", "knobs",
-        "ledger", "link_names", "network", "now", "paused_until", "random", "rng", "seed", "story", "timing", "workers",
+        "later", "ledger", "link_names", "network", "now", "paused_until", "random", "rng", "seed", "story", "timing",
+        "workers",
     )  # fmt: skip
 
     def __init__(
@@ -62,7 +65,9 @@ class World:
         self.seed = seed
         self.rng = Random(seed)  # noqa: S311  # a schedule, not a secret
         self.random = self.rng.random
-        self.knobs = draw(self.rng, size) if knobs is None else knobs
+        later = Random(seed ^ _LATER)  # noqa: S311  # as above
+        self.later = later.random
+        self.knobs = draw(self.rng, later, size) if knobs is None else knobs
         self.covered = covered
         self.story = story
         self.ledger = Ledger(covered, exact=self.knobs.journal)
@@ -121,6 +126,7 @@ class World:
         for worker in self.workers:
             if worker.alive and self.knobs.takeovers:
                 worker.check_orphans()
+        self._check_gangs()
         if self.knobs.faultless:
             self._check_calm()
 
@@ -158,6 +164,8 @@ class World:
         for times, fault in plan:
             for _ in range(times):
                 self.at(begin + int(self.random() * span), fault)
+        for _ in range(knobs.crash_sends):
+            self.at(begin + int(self.later() * span), self._crash_controller_soon)
         for number in range(knobs.partitions):
             self.at(begin + int(self.random() * span), self._partition, number < knobs.leases)
 
@@ -193,6 +201,21 @@ class World:
                 return f"{call!r} has no outcome"
         return ""
 
+    def _check_gangs(self) -> None:
+        """Check that calls that start together ran on all of their workers or on none."""
+        for controller in self.controllers:
+            for truth, members in controller.gangs:
+                excused = [
+                    not controller.alive
+                    or peer.state is LinkState.DEAD
+                    or not peer.worker.alive
+                    or peer.worker.callee.draining
+                    or controller.session in peer.worker.byes
+                    or 0 < controller.epoch < peer.worker.highest_epoch
+                    for peer in members
+                ]
+                self.ledger.check_gang(truth, excused)
+
     def _check_calm(self) -> None:
         """Check that a run without faults had nothing to recover from."""
         for call in self.ledger.calls.values():
@@ -215,6 +238,9 @@ class World:
         random = self.random
         knobs = self.knobs
         living = [controller for controller in self.controllers if controller.alive]
+        if not living:  # between the death of one and the next
+            self.after(_QUIET, self._place, tries - 1)
+            return
         controller = max(living, key=_epoch) if random() < 0.5 else living[int(random() * len(living))]
         if controller.paused_until > self.now:
             self.at(controller.paused_until, self._place, tries)
@@ -234,9 +260,11 @@ class World:
         token = b"%d" % self._token
         if random() < 0.1:
             token += b"." * 60  # larger than the smallest byte window
+        together = knobs.together > 0 and len(members) > 1 and self.later() < knobs.together
         placed = controller.place(
-            members, lane, token, count, deadline, self._token, strict=random() < knobs.strict, stream=stream
-        )
+            members, lane, token, count, deadline, self._token, strict=random() < knobs.strict, stream=stream,
+            together=together,
+        )  # fmt: skip
         if placed is None:
             self.covered["unavailable"] += 1
             if tries:
@@ -407,24 +435,41 @@ class World:
         if self._slots[worker.slot] is worker:
             self._replace(worker)
 
+    def _crash_controller_soon(self) -> None:
+        controller = max(self.controllers, key=_epoch)
+        if controller.alive:
+            controller.crash_in = int(self.later() * 6)
+
+    def crash_controller(self, controller: SimController) -> None:
+        """Kill a controller between two messages; another one takes over a little later."""
+        self.covered["fault", "controller dies between two messages"] += 1
+        self.tell(f"{controller} dies between two messages")
+        self._end_controller(controller)
+        self.after(int(self.later() * 100 * MS), self._take_over)
+
+    def _end_controller(self, old: SimController) -> None:
+        old.alive = False
+        for peer in old.peers:
+            for link in peer.links.values():
+                if link.connection is not None:
+                    self.network.broke(link.connection)
+
     def _take_over(self) -> None:
         """Replace the controller of the highest epoch; the old one dies or, cut off from the news, goes on."""
         old = max(self.controllers, key=_epoch)
         new = SimController(self, len(self.controllers) + 1, old.epoch + 1)
         self.controllers.append(new)
         fate = "goes on"
-        if self.random() >= self.knobs.zombie:
+        if not old.alive:
+            fate = "is dead"
+        elif self.random() >= self.knobs.zombie:
             fate = "says BYE" if self.random() < self.knobs.farewell and old.paused_until <= self.now else "dies"
         self.covered["fault", f"controller replaced, the old one {fate}"] += 1
         self.tell(f"{new} takes over from {old}, which {fate}")
         if fate == "says BYE":
             old.close()
         if fate == "dies":
-            old.alive = False
-            for peer in old.peers:
-                for link in peer.links.values():
-                    if link.connection is not None:
-                        self.network.broke(link.connection)
+            self._end_controller(old)
         for worker in self._slots.values():
             new.connect(worker)
 
