@@ -12,7 +12,7 @@ from typing import ClassVar, Final
 
 from zbus.errors import ZbusError
 
-__all__ = ["CODES", "IncompleteTraceError", "InputError", "OutputError", "Problems", "Warned"]
+__all__ = ["CODES", "ChangedError", "IncompleteTraceError", "InputError", "OutputError", "Problems", "Warned"]
 
 CODES: Final = {
     "ZT0101": "no trace data was found in the input",
@@ -31,6 +31,7 @@ CODES: Final = {
     "ZT0114": "the output cannot be written",
     "ZT0115": "the trace data is incomplete and --strict was given",
     "ZT0116": "the output is larger than viewers like",
+    "ZT0117": "a span grew by more than --fail-over allows",
 }
 """Every code of traceview with its meaning."""
 
@@ -56,6 +57,13 @@ class IncompleteTraceError(ZbusError):
 
     code: ClassVar[str] = "ZT0115"
     exit_code: ClassVar[int] = 7
+
+
+class ChangedError(ZbusError):
+    """A span of the second run takes longer than ``--fail-over`` allows."""
+
+    code: ClassVar[str] = "ZT0117"
+    exit_code: ClassVar[int] = 10
 
 
 @dataclass(frozen=True, slots=True)
