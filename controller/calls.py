@@ -15,10 +15,12 @@ from controller.futures import BatchFuture, Stream
 from controller.line import Line
 from controller.placement import Order, Placement
 from controller.placer import Placer, Roster, is_ready
-from zbus.codec import encode, encode_call
-from zbus.engine import AnyOne, EndpointSpec
-from zbus.errors import ConfigError
+from controller.quick import QuickCall
+from zbus.codec import encode, encode_call, encode_plain_call
+from zbus.engine import AnyOne, EndpointSpec, Everywhere, RankZero
+from zbus.errors import ConfigError, Unavailable
 from zbus.retry import DEFAULT_RETRY, NO_RETRY, RetryPolicy, TokenBucket, deadline_seconds
+from zbus.trace.tracer import get_tracer
 
 if TYPE_CHECKING:
     from controller.mapping import MapFuture
@@ -100,6 +102,10 @@ class Method(Generic[P, T]):
     def __init__(self, view: View, spec: EndpointSpec) -> None:
         self._view = view
         self.spec = spec
+        # One rank by its number, called as declared for all, and no stream: the answer comes bare.
+        self._quick = view.single and not spec.streams and isinstance(spec.dispatch, Everywhere | RankZero)
+        self._rank = view.ranks[0]
+        self._deadline_s = view.deadline_s or spec.deadline_s or view.core.deadline_s
         self.__name__ = spec.name
         self.__doc__ = spec.doc or None
 
@@ -108,6 +114,10 @@ class Method(Generic[P, T]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call and wait; see ``BatchFuture.result`` for the errors."""
+        if self._quick and not kwargs:
+            quick = self._start_quick(args)
+            if quick is not None:
+                return cast("T", quick.result(self._recover))
         return self.start(args, kwargs).result()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> BatchFuture[T]:
@@ -199,32 +209,14 @@ class Method(Generic[P, T]):
         )
 
     def _place(self, spread: Plan, *, snapshot: bool) -> Placement:
-        spec, core, options = self.spec, self._view.core, self._view
+        spec, core = self.spec, self._view.core
         submitted_ns = time.monotonic_ns()
         any_one = isinstance(spec.dispatch, AnyOne)
-        ranks = [options.ranks[member] for member in spread.members]
+        ranks = [self._view.ranks[member] for member in spread.members]
         try:
             placement = Placement(
-                Order(
-                    placer=core.placer,
-                    roster=core.roster,
-                    ranks=ranks,
-                    lane=spec.lane,
-                    submitted_ns=submitted_ns,
-                    payloads=encode_calls([[(spec.name, a)] for a in spread.arguments], snapshot=snapshot),
-                    encoded_ns=time.monotonic_ns(),
-                    number=next(core.numbers),
-                    methods=(spec.name,),
-                    deadline_s=options.deadline_s or spec.deadline_s or core.deadline_s,
-                    strict=spec.strict,
-                    together=spec.start == "together",
-                    retry=options.retry or (NO_RETRY if spec.effect == "once" else DEFAULT_RETRY),
-                    effect=spec.effect,
-                    streams=spec.streams,
-                    choose=(lambda: core.choose(options.ranks)) if any_one else None,
-                    bucket=core.bucket,
-                    line=core.line,
-                    released=core.release if any_one else None,
+                self._order(
+                    ranks, encode_calls([[(spec.name, a)] for a in spread.arguments], snapshot=snapshot), submitted_ns
                 )
             )
             placement.start()
@@ -233,6 +225,52 @@ class Method(Generic[P, T]):
                 core.release(ranks[0])
             raise
         return placement
+
+    def _order(self, ranks: list[int], payloads: Sequence[Any], submitted_ns: int) -> Order:
+        spec, core, options = self.spec, self._view.core, self._view
+        any_one = isinstance(spec.dispatch, AnyOne)
+        return Order(
+            placer=core.placer,
+            roster=core.roster,
+            ranks=ranks,
+            lane=spec.lane,
+            submitted_ns=submitted_ns,
+            payloads=payloads,
+            encoded_ns=time.monotonic_ns(),
+            number=next(core.numbers),
+            methods=(spec.name,),
+            deadline_s=self._deadline_s,
+            strict=spec.strict,
+            together=spec.start == "together",
+            retry=options.retry or (NO_RETRY if spec.effect == "once" else DEFAULT_RETRY),
+            effect=spec.effect,
+            streams=spec.streams,
+            choose=(lambda: core.choose(options.ranks)) if any_one else None,
+            bucket=core.bucket,
+            line=core.line,
+            released=core.release if any_one else None,
+        )
+
+    def _start_quick(self, args: tuple[Any, ...]) -> QuickCall | None:
+        """Place a call the short way; None, and nothing sent, where something about it is not plain."""
+        spec, core = self.spec, self._view.core
+        least, most = spec.arity
+        if core.line or not least <= len(args) <= most or get_tracer().rpc:
+            return None
+        payload = encode_plain_call(spec.name, args)
+        if payload is None:
+            return None
+        quick = QuickCall(core.placer, core.roster.peers()[self._rank], payload)
+        try:
+            quick.place(spec.lane, self._deadline_s, strict=spec.strict)
+        except Unavailable:
+            return None  # it is refused or waits, as any other
+        return quick
+
+    def _recover(self, quick: QuickCall) -> BatchFuture[T]:
+        placement = Placement(self._order([self._rank], [quick.payload], quick.began_ns))
+        quick.hand_over(placement)
+        return BatchFuture(placement, 0, lambda values: cast("T", values[0]))
 
     def merge(self, spread: Plan) -> Callable[[Sequence[Any]], T]:
         """Return what turns the members' values into the answer."""

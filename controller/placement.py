@@ -89,7 +89,7 @@ class Order:
 
 
 class Placement:
-    """A batch on its way. Methods may be called from any thread; ``_deliver`` runs under the placer's lock."""
+    """A batch on its way. Methods may be called from any thread; ``deliver`` runs under the placer's lock."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
@@ -156,7 +156,7 @@ class Placement:
             order.payloads,
             len(order.methods),
             deadline_s=self._remaining_s(),
-            sink=self._deliver,
+            sink=self.deliver,
             chunk_sink=self._take_chunk if order.streams else None,
             trace=order.trace,
             strict=order.strict,
@@ -177,7 +177,20 @@ class Placement:
 
     # -- outcomes ----------------------------------------------------------------------------------------------------
 
-    def _deliver(self, member: int, call: int, outcome: Outcome) -> None:
+    def adopt(self, peers: list[Any], placed: Placed, began_s: float) -> None:
+        """Take over a batch that was placed already, in place of ``start``.
+
+        Args:
+            peers: Who was called.
+            placed: What the placer returned.
+            began_s: When (monotonic seconds).
+        """
+        self.order.peers = peers
+        self._placed = placed
+        self._began = began_s
+
+    def deliver(self, member: int, call: int, outcome: Outcome) -> None:
+        """Take the outcome of one slot: what the placer is given as its sink."""
         if self._tracer is not None:
             now_ns = time.monotonic_ns()
             if self._placed is None:

@@ -21,7 +21,7 @@ from zbus.codec.wire import BIGINT, Kind, marker
 from zbus.errors import CodecError
 from zbus.protocol.messages import Buffer
 
-__all__ = ["PLAIN", "PREPARE", "SCALARS", "Encoder", "Prepare", "encode", "encode_call"]
+__all__ = ["PLAIN", "PREPARE", "SCALARS", "Encoder", "Prepare", "encode", "encode_call", "encode_plain_call"]
 
 SCALARS: Final = frozenset({type(None), bool, int, float, str})
 """What msgpack carries exactly (integers beyond 64 bits through its hook)."""
@@ -124,19 +124,27 @@ def encode(value: Any, *, limits: Limits = DEFAULT_LIMITS, snapshot: bool = Fals
     return [body, *state.buffers]
 
 
+def encode_plain_call(name: str, args: tuple[Any, ...]) -> list[Buffer] | None:
+    """Return what ``encode_call`` would, if the arguments are few numbers, texts and bytes; else None."""
+    if PLAIN.issuperset(map(type, args)):
+        try:
+            body = _pack_plain(((name, args, _NO_KEYWORDS),))
+        except (UnicodeEncodeError, OverflowError):
+            return None
+        if len(body) < INLINE_BELOW:
+            return [body]
+    return None
+
+
 def encode_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, snapshot: bool = False) -> list[Buffer]:
     """Return the body of a request with one call: ``encode([[name, list(args), kwargs]])``, but cheaper for plain ones.
 
     Raises:
         CodecError: As ``encode``.
     """
-    if PLAIN.issuperset(map(type, args)) and not kwargs:
-        try:
-            body = _pack_plain(((name, args, kwargs),))
-        except (UnicodeEncodeError, OverflowError):
-            body = b""
-        if 0 < len(body) < INLINE_BELOW:
-            return [body]
+    plain = None if kwargs else encode_plain_call(name, args)
+    if plain is not None:
+        return plain
     return encode([[name, list(args), dict(kwargs)]], snapshot=snapshot)
 
 
@@ -151,6 +159,7 @@ def _big_integer(value: Any) -> msgpack.ExtType:
     return msgpack.ExtType(BIGINT, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
 
 
+_NO_KEYWORDS: Final[dict[str, Any]] = {}
 _pack_plain: Final = msgspec.msgpack.Encoder().encode
 """The same bytes for what is ``PLAIN``, in half the time."""
 
