@@ -142,9 +142,9 @@ class _ThreadCaller(_Caller):
         method = self.group[rank].once.options(deadline=_DEADLINE_S)
         out = []
         for _ in range(self.chance.randrange(4, 48)):
-            op, payload = self.op("pipeline", "once", ordered=True), self.payload()
+            op, payload, seconds = self.op("pipeline", "once", ordered=True), self.payload(), self.seconds()
             fail = self.chance.random() < 0.05
-            future = self.submit(op, lambda c=op.call, p=payload, f=fail: method.submit(c, 0.0, p, f), [rank])  # type: ignore[misc]
+            future = self.submit(op, lambda c=op.call, s=seconds, p=payload, f=fail: method.submit(c, s, p, f), [rank])  # type: ignore[misc]
             if future is not None:
                 out.append((op, future, payload))
         for op, future, payload in out:
@@ -276,7 +276,7 @@ class Load:
         threads: Callers that block; one more awaits.
     """
 
-    def __init__(self, group: Group, history: History, seed: int, *, threads: int = 4) -> None:
+    def __init__(self, group: Group, history: History, seed: int, *, threads: int = 5) -> None:
         self.errors: list[str] = []
         self._stop = threading.Event()
         self._threads = [

@@ -22,6 +22,7 @@ from zbus.errors import RegistryError
 from zbus.protocol.messages import Kind
 from zbus.registry.records import Records
 from zbus.runtime.processes import ProcessHandle
+from zbus.testing.chaos.truth import running_on
 from zbus.testing.proxy import FaultProxy, Rule
 
 __all__ = ["Fault", "Nemesis", "plan"]
@@ -43,6 +44,9 @@ _WEIGHTS: Final = {
     "replay": 2,
     "sick_disk": 1,
 }
+
+
+_MOMENT_S: Final = 0.5
 
 
 class Fault(NamedTuple):
@@ -90,6 +94,7 @@ class Nemesis:
         role: Role of the workers.
         records: Registry of the trial, to find the living.
         proxy: Between the callers and the workers.
+        truth: The ground-truth file, to see what runs.
         log_file: Where each injected fault is written.
 
     Attributes:
@@ -97,7 +102,9 @@ class Nemesis:
         errors: What went wrong in injecting, which must be nothing.
     """
 
-    def __init__(self, faults: list[Fault], role: str, records: Records, proxy: FaultProxy, log_file: Path) -> None:
+    def __init__(
+        self, faults: list[Fault], role: str, records: Records, proxy: FaultProxy, *, truth: Path, log_file: Path
+    ) -> None:
         self.injected: Counter[str] = Counter()
         self.kills = 0
         self.errors: list[str] = []
@@ -105,6 +112,7 @@ class Nemesis:
         self._role = role
         self._records = records
         self._proxy = proxy
+        self._truth = truth
         self._log = log_file.open("w", encoding="utf-8")
         self._began = 0.0
         self._heals: list[tuple[float, int, Callable[[], None]]] = []
@@ -187,10 +195,21 @@ class Nemesis:
 
     def _kill(self, fault: Fault, _worker: str) -> str:
         handle = self._await_living(fault.rank)
+        running = self._await_running(fault.rank) if fault.amount % 4 else ""  # the others hit whatever there is
         handle.signal(signal.SIGKILL)
         handle.close()
         self.kills += 1
-        return f"pid {handle.pid}"
+        return f"pid {handle.pid} {running}"
+
+    def _await_running(self, rank: int) -> str:
+        """Wait a moment for a call that runs on a rank, as the ground truth tells, and return its id."""
+        until = time.monotonic() + _MOMENT_S
+        while time.monotonic() < until:
+            running = running_on(self._truth, rank)
+            if running:
+                return running
+            time.sleep(0.0005)
+        return ""
 
     def _stop_and_kill(self, fault: Fault, _worker: str) -> str:
         handle = self._await_living(fault.rank)

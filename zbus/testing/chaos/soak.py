@@ -155,7 +155,7 @@ def _run(
             epoch = records.current_epoch()
             runtime = "" if epoch is None else epoch.runtime_dir
             group = bus.group(_ROLE)
-            nemesis = Nemesis(faults, _ROLE, records, proxy, made / "faults.jsonl")
+            nemesis = Nemesis(faults, _ROLE, records, proxy, truth=made / "truth.log", log_file=made / "faults.jsonl")
             load = Load(group, history, seed)
             load.start()
             nemesis.start()

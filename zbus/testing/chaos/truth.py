@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["Run", "TruthFile", "runs_of"]
+__all__ = ["Run", "TruthFile", "running_on", "runs_of"]
 
 _START: Final = "S"
 _END: Final = "E"
 _RAISED: Final = "X"
+_WORDS: Final = 5
+_TAIL_BYTES: Final = 4096
 
 
 class TruthFile:
@@ -77,6 +79,15 @@ def runs_of(path: Path) -> dict[str, list[Run]]:
     for runs in found.values():
         runs.sort(key=lambda run: run.place)
     return dict(found)
+
+
+def running_on(path: Path, rank: int) -> str:
+    """Return the id of the call that began last on a rank and runs just now, or empty, by the end of the file."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = [line.split() for line in file.read().decode("ascii").splitlines()[1:]]
+    mine = [words for words in lines if len(words) == _WORDS and words[2] == str(rank)]
+    return mine[-1][1] if mine and mine[-1][0] == _START else ""
 
 
 def _lines(path: Path) -> Iterator[tuple[str, tuple[str, int, int], int]]:
