@@ -97,3 +97,36 @@ def test_tail_shows_finished_steps_and_names_slow_ranks(short_dir: Path):
     assert bad.returncode == 2
     alone = follow(short_dir)
     assert (alone.returncode, "traceview collect" in alone.stderr) == (alone.returncode or 1, True)
+
+
+FORKED = """
+    import os
+    on_sidecar()
+    trace.instant("tick", n=0)
+    pid = os.fork()
+    if not pid:
+        trace.instant("tick", n=100)
+        while writer._outlet is None:
+            time.sleep(0.005)
+        trace.instant("tick", n=101)
+        trace.shutdown()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    trace.instant("tick", n=1)
+    print(pid)
+"""
+
+
+def test_a_forked_child_has_a_stream_of_its_own(short_dir: Path):
+    """What parent and child record goes into files of their own, once, and both end in order."""
+    with sidecar(short_dir), traced(short_dir, FORKED, flush_period_s=0.05) as process:
+        child = int(finish(process))
+    parent = TrialFiles(short_dir)
+    assert parent.numbers == [0, 1]
+    assert len(parent.named("zbus_end")) == 1
+    own = (parent.main.with_name(f"traces_0.fork{child}.jsonl")).read_text().splitlines()
+    events = [json.loads(line) for line in own]
+    assert [e["args"]["n"] for e in events if e["name"] == "tick"] == [100, 101]
+    assert {e["pid"] for e in events} == {child}
+    assert [e["name"] for e in events].count("zbus_end") == 1
+    assert any(e["name"] == "zbus_block" for e in events)

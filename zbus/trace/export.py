@@ -2,8 +2,9 @@
 
 A block is safe when the sidecar acknowledged it or when it is in ``traces_{rank}.spill.jsonl``. An acknowledgement is
 awaited for a quarter of the flush period; after that the sidecar counts as silent and blocks go to the spill at once,
-at the cost of one non-blocking send per period. When it answers again the spill is sent and then removed. If even the
-spill fails, blocks are kept up to 8 MiB, and beyond that the newest are dropped and counted.
+at the cost of one non-blocking send per period; so they do while more than 8 MiB are under way. When it answers again
+the spill is sent and then removed. If even the spill fails, blocks are kept up to 8 MiB, and beyond that the newest are
+dropped and counted.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _IN_FLIGHT: Final = 1 << 20
 _HELLO_S: Final = 0.25
 _END_S: Final = 2.0
 _BURST: Final = 16
+_STALE_S: Final = 5.0
 _inherited: Final[list[Any]] = []  # sockets of a parent process: collecting one here would touch the parent's threads
 
 
@@ -187,7 +189,7 @@ class Exporter:
         self._held: dict[int, _Entry] = {}
         self._held_bytes = 0
         self._spill = Spill(spill_path(writer.path), SourceLines(self._open, Path(writer.config.root)))
-        self._resending: dict[int, int] = {}
+        self._sent: dict[int, int] = {}  # seq -> bytes: under way, not acknowledged yet
         self._next = 0
         self._written = 0
         self._lost: dict[str, int] = {}
@@ -198,6 +200,7 @@ class Exporter:
         self._clocks = ClockFilter()
         self._points: list[ClockLine] = []
         self._pongs = 0
+        self._last_ack = 0.0
         _inherited.append(self._factory)
         self._connect(record)
 
@@ -210,7 +213,7 @@ class Exporter:
             self._next += 1
             self._held[seq] = _Entry(seq, records, payload)
             self._held_bytes += len(payload)
-            if not self._alive or not self._send(self._held[seq]):
+            if not self._alive or sum(self._sent.values()) > _BACKLOG or not self._send(self._held[seq]):
                 self._secure()
 
     def settle(self) -> None:
@@ -221,10 +224,11 @@ class Exporter:
                 self._alive = False
                 self._secure()
             if self._alive:
+                if time.monotonic() - self._last_ack > _STALE_S:
+                    self._sent.clear()  # lost with a connection that came back by itself
                 self._resend()
                 self._sample_clock()
             else:
-                self._resending.clear()
                 self._look_again()
                 self._say(self._open)
 
@@ -241,7 +245,7 @@ class Exporter:
         while self._alive and (self._held or self._spill.index) and time.monotonic() < deadline:
             with self._lock:
                 self._resend()
-            self._take_answers(period, lambda: not self._held and not self._resending)
+            self._take_answers(period, lambda: not self._held and not self._sent)
             if self._held:
                 self._alive = False
         with self._lock:
@@ -299,11 +303,11 @@ class Exporter:
 
     def _resend(self) -> None:
         """Send what was kept or spilled, oldest first, a bounded part at a time."""
-        room = _IN_FLIGHT - sum(self._resending.values())
+        room = _IN_FLIGHT - sum(self._sent.values())
         for seq in list(self._spill.index):
             if room <= 0:
                 return
-            if seq in self._resending:
+            if seq in self._sent:
                 continue
             try:
                 lines, records = self._spill.read(seq)
@@ -311,12 +315,13 @@ class Exporter:
                 return
             if not self._say(wire.Data(self._open.source, seq, records, wire.LINES), lines):
                 return
-            self._resending[seq] = len(lines)
+            self._sent[seq] = len(lines)
             room -= len(lines)
 
     # -- the sidecar's side ---------------------------------------------------------------------------------------
 
     def _connect(self, record: wire.SidecarRecord) -> None:
+        self._sent.clear()
         self._socket = self._factory.dealer("ctl")
         self._receiver = Receiver(self._socket)
         self._fd = int(self._socket.fileno())
@@ -347,7 +352,10 @@ class Exporter:
 
     def _send(self, entry: _Entry) -> bool:
         sent = self._say(wire.Data(self._open.source, entry.seq, entry.records), entry.payload)
-        self._alive = self._alive and sent
+        if sent:
+            self._sent[entry.seq] = len(entry.payload)
+        else:
+            self._alive = False
         return sent
 
     def _take_answers(self, timeout_s: float, done: Callable[[], bool]) -> None:
@@ -380,9 +388,11 @@ class Exporter:
             self._say(self._open)
             return
         if isinstance(message, wire.Opened):
-            self._alive = True
-            for entry in list(self._held.values()):
-                self._send(entry)
+            if not self._alive:
+                self._sent.clear()  # what was under way may have been lost with the connection; a double is harmless
+                self._alive = True
+                for entry in list(self._held.values()):
+                    self._send(entry)
         elif isinstance(message, wire.Ack):
             self._on_ack(message)
         elif isinstance(message, wire.Ended):
@@ -391,15 +401,15 @@ class Exporter:
     def _on_ack(self, ack: wire.Ack) -> None:
         if not ack.ok:
             self._alive = False
-            self._resending.pop(ack.seq, None)
             return
         self._alive = True
+        self._last_ack = time.monotonic()
+        self._sent.pop(ack.seq, None)
         entry = self._held.get(ack.seq)
         if entry is not None:
             self._forget(entry)
             self._written += entry.records
         if ack.seq in self._spill.index:
-            self._resending.pop(ack.seq, None)
             self._spill.done(ack.seq)
 
     # -- the clock ------------------------------------------------------------------------------------------------

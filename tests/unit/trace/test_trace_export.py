@@ -179,6 +179,23 @@ def test_a_block_sent_twice_is_stored_once(bench):
     assert TrialFiles(bench.trial).numbers == [0, 1, 2]
 
 
+def test_more_than_the_sidecar_takes_goes_to_the_spill(bench, monkeypatch):
+    """A process that is faster than its sidecar sends no more than a bound ahead; the rest waits in the spill."""
+    monkeypatch.setattr("zbus.trace.export._BACKLOG", 2000)
+    sent: list[int] = []
+    real = bench.exporter._send
+    monkeypatch.setattr(bench.exporter, "_send", lambda entry: sent.append(len(entry.payload)) or real(entry))
+    for _ in range(20):
+        bench.tick(10)
+    assert sum(sent) <= 3000
+    assert counts_add_up(bench)["lost"] == {}
+    bench.settle()
+    bench.meet()
+    bench.settle()
+    assert TrialFiles(bench.trial).numbers == list(range(200))
+    assert not TrialFiles(bench.trial).spill.exists()
+
+
 def test_a_spool_on_a_full_disk_refuses_and_the_process_spills(bench, disk):
     """While the spool takes nothing blocks are refused; freed, the sidecar gets them and the spill goes."""
     disk.full = ("/spool/",)
