@@ -26,7 +26,7 @@ _MAX_SLOPE: Final = 5e-4
 
 @dataclass(frozen=True, slots=True, order=True)
 class ClockPoint:
-    """At the process's monotonic ``at_ns`` the clock ``ref`` showed ``at_ns + offset_ns``, give or take ``bound_ns``."""
+    """At the process's monotonic ``at_ns`` the clock ``ref`` showed ``at_ns + offset_ns``, within ``bound_ns``."""
 
     at_ns: int
     offset_ns: int

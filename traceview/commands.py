@@ -40,7 +40,9 @@ _MAX_BAD = 5
 @click.option("-o", "--output", type=click.Path(), help="Output file [default: <root>/merged.json.gz].")
 @click.option("--format", "form", type=click.Choice(["chrome", "perfetto"]), help="[default: perfetto for .pftrace]")
 @click.option("--steps", metavar="A-B", help="Only what touches these steps, by recorded markers.")
-@click.option("--since", metavar="TIME", help="Only what touches the time after this, such as 1.5s, on the run's clock.")
+@click.option(
+    "--since", metavar="TIME", help="Only what touches the time after this, such as 1.5s, on the run's clock."
+)
 @click.option("--until", metavar="TIME", help="Only what touches the time before this.")
 @click.option("--category", metavar="A,B", default="", help="Only events of these categories (and counters).")
 @click.option("--min-dur", metavar="TIME", help="Drop shorter spans, such as 50us; ends of arrows stay.")

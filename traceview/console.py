@@ -171,7 +171,9 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[object]], *, limit
     """Print a table; texts left, all else right; no cell wider than 48."""
     kept = [[shown(str(cell), 48) for cell in row] for row in rows[:limit]]
     widths = [max(len(str(head)), *(len(row[at]) for row in kept), 1) for at, head in enumerate(heads)]
-    texts = [all(isinstance(row[at], str) and not row[at][:1].isdigit() for row in rows) for at in range(len(heads))]
+    texts = [
+        all(isinstance(row[at], str) and not str(row[at])[:1].isdigit() for row in rows) for at in range(len(heads))
+    ]
     for cells in ([str(head) for head in heads], *kept):
         line = [c.ljust(w) if left else c.rjust(w) for c, w, left in zip(cells, widths, texts, strict=True)]
         click.echo("  ".join(line).rstrip())

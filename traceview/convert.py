@@ -174,7 +174,12 @@ def _span_id(event: Event, number: int) -> str:
 
 
 def _resource(who: _Who, pid: int) -> bytes:
-    facts = {"service.name": who.role, "service.instance.id": str(who.rank), "process.pid": pid, "zbus.process": who.name}
+    facts = {
+        "service.name": who.role,
+        "service.instance.id": str(who.rank),
+        "process.pid": pid,
+        "zbus.process": who.name,
+    }
     resource = encode_event({"attributes": [_attribute(k, v) for k, v in facts.items()]})
     return b'{"resource":' + resource + b',"scopeSpans":[{"scope":{"name":"zbus.traceview"},"spans":['
 

@@ -33,7 +33,7 @@ class Distribution:
         self.count += other.count
         self.total += other.total
         self.maximum = max(self.maximum, other.maximum)
-        for bucket, count in other._buckets.items():  # noqa: SLF001  # its own kind
+        for bucket, count in other._buckets.items():
             self._buckets[bucket] = self._buckets.get(bucket, 0) + count
 
     def percentile(self, part: float) -> float:

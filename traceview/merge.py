@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from traceview.chrome import ChromeEncoder, chrome_end, chrome_head
 from traceview.choose import Choice, choose, total_bytes
+from traceview.chrome import ChromeEncoder, chrome_end, chrome_head
 from traceview.crew import run_parts
 from traceview.keep import Keep
 from traceview.output import OutputFile

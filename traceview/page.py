@@ -14,16 +14,25 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-
 _STYLE = """
 :root{--fg:#1c2330;--dim:#667085;--line:#e3e7ee;--soft:#f6f8fb;--bad:#b42318}
 *{box-sizing:border-box}
-body{font:14px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;color:var(--fg);margin:0 auto;max-width:1200px;padding:28px 32px 64px}
-h1{font-size:22px;margin:0 0 2px}h2{font-size:16px;margin:34px 0 8px}p{margin:4px 0 10px}.dim{color:var(--dim)}
+body{font:14px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;color:var(--fg);margin:0 auto;
+max-width:1200px;padding:28px 32px 64px}
+h1{font-size:22px;margin:0 0 2px}
+h2{font-size:16px;margin:34px 0 8px}
+p{margin:4px 0 10px}
+.dim{color:var(--dim)}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-th{font-weight:600;text-align:left;color:var(--dim);border-bottom:1px solid var(--line);padding:4px 10px 4px 0;white-space:nowrap}
+th{font-weight:600;text-align:left;color:var(--dim);border-bottom:1px solid var(--line);padding:4px 10px 4px 0;
+white-space:nowrap}
 td{border-bottom:1px solid var(--line);padding:4px 10px 4px 0;vertical-align:top;overflow-wrap:anywhere}
 td.n,th.n{text-align:right;white-space:nowrap;overflow-wrap:normal}
-.cards{display:flex;flex-wrap:wrap;gap:10px;margin:14px 0}.card{background:var(--soft);border:1px solid var(--line);border-radius:8px;padding:8px 14px;min-width:110px}
-.card b{display:block;font-size:18px}.bad{color:var(--bad)}
-svg{display:block;width:100%;height:auto;font:11px system-ui,sans-serif}svg text{fill:#475467}
-.key span{display:inline-block;margin-right:14px}.key i{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:5px;vertical-align:-1px}
+.cards{display:flex;flex-wrap:wrap;gap:10px;margin:14px 0}
+.card{background:var(--soft);border:1px solid var(--line);border-radius:8px;padding:8px 14px;min-width:110px}
+.card b{display:block;font-size:18px}
+.bad{color:var(--bad)}
+svg{display:block;width:100%;height:auto;font:11px system-ui,sans-serif}
+svg text{fill:#475467}
+.key span{display:inline-block;margin-right:14px}
+.key i{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:5px;vertical-align:-1px}
 .more{color:var(--dim);font-size:12px}
 """
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d", "#ff9da6")
@@ -97,7 +106,9 @@ def bars(
 
     Args:
         rows: (label, bars); a bar is (start, end, colour, what the pointer shows, opacity).
-        first, last: The window; ``unit`` names its unit on the axis.
+        first: Begin of the window.
+        last: Its end.
+        unit: Of both, shown on the axis.
         height: Of a row, in pixels.
     """
     left, width = 150, 1000

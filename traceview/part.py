@@ -52,7 +52,9 @@ Ints = NDArray[np.int64]
 class Encoder(Protocol):
     """Makes bytes of the output's format from events with their final pids and tids."""
 
-    several_arrows: bool
+    @property
+    def several_arrows(self) -> bool:
+        """Whether a span can have several arrows."""
 
     def encode(
         self, events: list[Event], starts: list[int], ends: list[int], more: dict[int, list[tuple[int, bool, bool]]]
@@ -184,6 +186,7 @@ class _Process:
         self.threads: dict[int, _Thread] = {}
         self.open: dict[int, list[Event]] = {}
         self.source = ""
+        self.labels = ""
         self.first_ns = 1 << 62
         self.last_ns = -(1 << 62)
 
@@ -313,12 +316,12 @@ class _Part:
         if not events:
             return
         lookup = self._lookup
-        thread = np.array([lookup[e.pid, e.tid] for e in events], dtype=np.int32)
+        thread = np.array([lookup[e.pid, e.tid] for e in events], dtype=np.int64)
         track = np.array([hash(e.track) if e.track else 0 for e in events], dtype=np.int64)
         if not spans:
             self._note_arrows(events)
         self._note_times(thread, start, end, track)
-        self._segment.add(events, (start, end, thread, track, np.full(len(events), spans)))
+        self._segment.add(events, (start, end, thread, track, np.full(len(events), spans, dtype=np.bool_)))
 
     def _moved(self, us: NDArray[np.float64]) -> Ints:
         """Return times of the file, in µs, on the run's clock in ns."""
@@ -412,6 +415,8 @@ class _Part:
             report.name = args["name"]
             report.role = args["role"].strip() if isinstance(args.get("role"), str) else report.role
             report.rank = _rank(args.get("rank"), report.rank)
+        elif name == "process_labels" and isinstance(args.get("labels"), str):
+            process.labels = args["labels"]
         elif name == "thread_name" and isinstance(args.get("name"), str):
             self._name_thread(self._thread(process, event.tid), args["name"])
         elif name == "zbus_end":
@@ -631,9 +636,7 @@ class _Part:
         if len(report.in_ends) < _KEPT_ARROWS:
             report.in_ends.extend(into)
 
-    def _rows(
-        self, order: Ints, start: Ints, end: Ints, thread: Ints, track: Ints, span: NDArray[np.bool_]
-    ) -> Ints:
+    def _rows(self, order: Ints, start: Ints, end: Ints, thread: Ints, track: Ints, span: NDArray[np.bool_]) -> Ints:
         """Return the tid of every event: a thread whose spans overlap gets several rows."""
         tids = np.zeros(len(order), dtype=np.int64)
         by_thread = order[np.argsort(thread[order], kind="stable")]
@@ -701,7 +704,7 @@ class _Part:
         if arrows.alone:
             text = f"{self._label} has arrow ends outside of any span: dropped"
             self._problem("ZT0109", "arrow_without_span", text, arrows.alone)
-        out, into = arrows.settle(several=self._encoder.several_arrows, taken=store.has_arrow)
+        out, into = arrows.settle(several=self._encoder.several_arrows, taken=store.with_arrow)
         self._count_ends(out, into)
         self._bound_numbers = np.array(sorted({*arrows.bound, *arrows.kept}), dtype=np.int64)
         return arrows
@@ -712,6 +715,8 @@ class _Part:
         """Return the report, with the names of all rows."""
         for process in self._processes:
             report = process.report
+            if report.name and process.labels:
+                report.name = f"{report.name} ({process.labels})"
             if process.first_ns <= process.last_ns:
                 report.first_us, report.last_us = process.first_ns / 1000, process.last_ns / 1000
             self._report.processes.append(report)
@@ -785,4 +790,3 @@ def report_of(found: dict[str, Any]) -> PartReport:
     )
     report.out_ends, report.in_ends = array("Q", found["out_ends"]), array("Q", found["in_ends"])
     return report
-

@@ -18,7 +18,7 @@ from typing import IO, Final
 
 import msgspec
 
-from traceview.event import Event, Repairer, args_of, decode_event, decode_lines, encode_args, exact_float
+from traceview.event import NO_ARGS, Event, Repairer, args_of, decode_event, decode_lines, encode_args, exact_float
 from traceview.problems import InputError, Problems
 
 __all__ = [
@@ -36,10 +36,13 @@ __all__ = [
 _CHUNK: Final = 1 << 20
 _BATCH: Final = 4096
 _MAX_LINE: Final = 64 << 20
+_WHOLE_DOCUMENT: Final = 32 << 20
 _MAX_OBJECT: Final = 16 << 20
 _GZIP: Final = b"\x1f\x8b"
 _ZSTD: Final = b"\x28\xb5\x2f\xfd"
-_RANK_FILE: Final = re.compile(r"(?:traces?|sessions?)[_-]r?(\d+)(?:\.(\d+))?(?:\.fork(\d+))?(?:\.spill)?\.jsonl?(?:\.gz|\.zst)?$")
+_RANK_FILE: Final = re.compile(
+    r"(?:traces?|sessions?)[_-]r?(\d+)(?:\.(\d+))?(?:\.fork(\d+))?(?:\.spill)?\.jsonl?(?:\.gz|\.zst)?$"
+)
 _SPILL: Final = re.compile(r"\.spill(?=\.jsonl)")
 _LISTED: Final = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _NAMED: Final = (*_LISTED, ".json", ".json.gz", ".json.zst")
@@ -264,7 +267,7 @@ def _inflate_gz(source: Source, data: bytes, file: IO[bytes], problems: Problems
 
 def _inflate_zstd(source: Source, file: IO[bytes], problems: Problems) -> Iterator[bytes]:
     try:
-        import zstandard
+        import zstandard  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         text = f"{source.label} is zstd-compressed: install the package zstandard, or decompress it first"
         problems.add("ZT0102", "zstd", text)
@@ -426,7 +429,19 @@ def _chain(head: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:
 def _document(
     head: bytes, chunks: Iterator[bytes], source: Source, problems: Problems, repairer: Repairer
 ) -> Iterator[list[Event]]:
-    """Stream the events of a Chrome JSON document, whole or cut, without holding it."""
+    """Stream the events of a Chrome JSON document, whole or cut; one of moderate size is decoded at once."""
+    held, size = [head], len(head)
+    for chunk in chunks:
+        held.append(chunk)
+        size += len(chunk)
+        if size > _WHOLE_DOCUMENT:
+            break
+    whole = b"".join(held)
+    if size <= _WHOLE_DOCUMENT and (raw := _raw_events(whole)) is not None:
+        for at in range(0, len(raw), _BATCH):
+            yield [event for place in range(at, min(at + _BATCH, len(raw))) for event in _one(raw, place, repairer)]
+        return
+    head, held = whole, []
     scan = _Scanner(head, chunks)
     if not scan.seek_events():
         problems.add("ZT0104", "other_records", f"{source.label} is JSON without trace events, skipped")
@@ -448,6 +463,32 @@ def _document(
             yield batch
             batch = []
     yield batch
+
+
+class _Document(msgspec.Struct):
+    traceEvents: list[msgspec.Raw]  # noqa: N815  # the format's word
+
+
+_decode_document = msgspec.json.Decoder(_Document).decode
+_decode_array = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+def _raw_events(data: bytes) -> list[msgspec.Raw] | None:
+    """Return the events of a document without any fault, undecoded, else None."""
+    try:
+        data.decode()
+        return _decode_array(data) if data.startswith(b"[") else _decode_document(data).traceEvents
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _one(raw: list[msgspec.Raw], place: int, repairer: Repairer) -> list[Event]:
+    data = raw[place]
+    event = None if repairer.base_us else _fast(bytes(data))
+    if event is not None:
+        event.args = msgspec.Raw(bytes(event.args)) if event.args is not NO_ARGS else NO_ARGS
+        return [event]
+    return repairer.line(bytes(data), place + 1, last=False)
 
 
 class _Scanner:

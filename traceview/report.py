@@ -35,16 +35,17 @@ def report_page(found: Survey, problems: Problems, sessions: Sequence[Session], 
     late = stragglers(found)
     parts = [_summary(found, problems, len(late))]
     rows: list[Sequence[Any]] = [
-        (s.rank, f"{s.lost_s:.3f} s", f"{s.units} of {s.of}", s.where, f"{s.factor:.2f}x", s.why, s.detail) for s in late
+        (s.rank, f"{s.lost_s:.3f} s", f"{s.units} of {s.of}", s.where, f"{s.factor:.2f}x", s.why, s.detail)
+        for s in late
     ]
     note = "seconds that the other ranks of a role waited for this one, over all units of work it ended last"
-    heads = ("rank", "lost", "last in", "where", "factor", "why", "detail")
+    heads: Sequence[str] = ("rank", "lost", "last in", "where", "factor", "why", "detail")
     parts.append(section("Stragglers", note, table(heads, rows, limit=20)))
     paths = critical_paths(found)
     if paths:
         note = "of each ordered batch, the member that answered last: where its time went, on average"
         heads = ("method", "batches", "mean", *PARTS, "last most often")
-        body = [
+        rows = [
             (
                 p.method,
                 p.batches,
@@ -54,13 +55,13 @@ def report_page(found: Survey, problems: Problems, sessions: Sequence[Session], 
             )
             for p in paths
         ]
-        parts.append(section("Critical path", note, table(heads, body, limit=20)))
+        parts.append(section("Critical path", note, table(heads, rows, limit=20)))
     parts.append(_timeline(found, first, last))
     spans = span_rows(found)
     heads = ("role", "span", "count", "p50", "p90", "p99", "max", "total")
     keys = ("p50_us", "p90_us", "p99_us", "max_us", "total_us")
-    body = [(r["role"], r["name"], r["count"], *(duration(r[k]) for k in keys)) for r in spans]
-    parts.append(section("Spans", "longest total first", table(heads, body, limit=30)))
+    rows = [(r["role"], r["name"], r["count"], *(duration(r[k]) for k in keys)) for r in spans]
+    parts.append(section("Spans", "longest total first", table(heads, rows, limit=30)))
     if sessions:
         parts.extend(_session_parts(sessions, per_rank=False))
     if problems.counts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -90,7 +90,7 @@ def read_sessions(inputs: Collection[str], problems: Problems) -> list[Session]:
     for trace, shift in zip(traces, shifts, strict=False):
         trace.shift = shift
     steps = find_steps(traces) if traces else Steps({})
-    found = []
+    found: list[Session] = []
     for source, own, shift in zip(files, records, shifts[len(traces) :], strict=True):
         for record in own:
             session = _session(source, record, shift.add_ns / 1e9 if shift.how != "none" else 0.0)
@@ -174,7 +174,9 @@ def _session(source: Source, record: dict[str, Any], add_s: float) -> Session | 
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15 else None
+    return (
+        float(value) if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15 else None
+    )
 
 
 @dataclass(slots=True)
@@ -210,11 +212,18 @@ def summarise(sessions: Collection[Session]) -> SessionSummary:
     overall.append(_row({"measure": "idle"}, [s.idle_s() for s in done]))
     steps = sorted({s.step for s in done if s.step is not None})
     by_step = [_row({"step": step}, [s.total_s or 0.0 for s in done if s.step == step]) for step in steps]
-    by_rank = [_row({"rank": w}, [s.total_s or 0.0 for s in done if s.who == w]) for w in sorted({s.who for s in done})]
-    by_role = [_row({"role": r}, [s.total_s or 0.0 for s in done if s.role == r]) for r in sorted({s.role for s in done})]
+    by_rank = _grouped(done, "rank", lambda s: s.who)
+    by_role = _grouped(done, "role", lambda s: s.role)
     counted = Counter((s.role, s.status, s.reason) for s in sessions)
     status = [{"role": r, "status": st, "reason": why, "count": n} for (r, st, why), n in sorted(counted.items())]
     return SessionSummary(overall, by_step, by_rank, by_role, status, len(sessions) - len(done))
+
+
+def _grouped(done: list[Session], head: str, key: Callable[[Session], str]) -> list[dict[str, Any]]:
+    groups: dict[str, list[float]] = {}
+    for session in done:
+        groups.setdefault(key(session), []).append(session.total_s or 0.0)
+    return [_row({head: name}, values) for name, values in sorted(groups.items())]
 
 
 def _row(head: dict[str, Any], values: list[float]) -> dict[str, Any]:

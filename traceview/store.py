@@ -67,9 +67,14 @@ class Store:
         """Return the args of an event, encoded."""
         return bytes(self.one(number).args)
 
-    def has_arrow(self, number: int) -> bool:
-        """Return whether an event has an arrow of its own."""
-        return self.one(number).bind_id != ""
+    def with_arrow(self, numbers: list[int]) -> set[int]:
+        """Return which of these events have an arrow of their own."""
+        found: set[int] = set()
+        for at in range(0, len(numbers), 4096):
+            some = numbers[at : at + 4096]
+            events = self.get(np.array(some, dtype=np.int64))
+            found.update(number for number, event in zip(some, events, strict=True) if event.bind_id != "")
+        return found
 
     def close(self) -> None:
         """Release memory and file."""

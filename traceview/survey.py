@@ -159,7 +159,8 @@ def survey(
     Args:
         inputs: As of a merge; a merged file will do.
         problems: Told of damage and doubts.
-        roles, ranks: Only these; empty: all.
+        roles: Only these; empty: all.
+        ranks: Only these; empty: all.
         all_runs: Keep files of older runs.
         on_progress: Told of files done and files in all.
 
@@ -233,7 +234,7 @@ class _File:
                 self._call(event.name, args, rank, start, start + length)
 
     def _call(self, name: str, args: _BusArgs, rank: Rank, start: int, end: int) -> None:
-        key = (args.call, args.attempt if name != "encode" and name != "send" else 1)
+        key = (args.call, args.attempt if name not in ("encode", "send") else 1)
         calls = self._found.calls
         call = calls.get(key)
         if call is None:

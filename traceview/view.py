@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 __all__ = ["Page", "Viewer", "perfetto_ui", "ssh_line"]
 
@@ -63,7 +63,7 @@ class Viewer:
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), name="traceview", daemon=True)
 
-    def __enter__(self) -> Viewer:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
