@@ -31,6 +31,7 @@ class TraceConfig:
         clock_time_ns: Inode of the time namespace it was read in; 0: not known, taken as ours if the boot id is.
         sessions: Whether tasks and sessions are recorded; None: unless the level is ``off``.
         session_flush: Finished sessions that are written at once, without waiting for the flush period.
+        capture_steps: Steps recorded at ``level``; the others at the level below it. Empty: all steps are.
         profile_steps: Steps whose scopes with ``enable_profiler`` run torch's profiler.
         sidecar: ``auto``: hand records to the trial's sidecar as soon as there is one; ``off``: own files only.
         gauge_period_s: Seconds between samples of the process's gauges (memory, and those added); 0: none.
@@ -48,6 +49,7 @@ class TraceConfig:
     clock_time_ns: int = 0
     sessions: bool | None = None
     session_flush: int = 256
+    capture_steps: tuple[int, ...] = ()
     profile_steps: tuple[int, ...] = ()
     sidecar: str = "auto"
     gauge_period_s: float = 1.0
@@ -61,10 +63,17 @@ class TraceConfig:
         object.__setattr__(self, "flush_period_s", min(10.0, max(0.05, self.flush_period_s)))
         object.__setattr__(self, "ring_size", max(16, self.ring_size))
         object.__setattr__(self, "session_flush", max(1, self.session_flush))
-        object.__setattr__(self, "profile_steps", tuple(self.profile_steps or ()))
+        object.__setattr__(self, "capture_steps", _steps("capture_steps", self.capture_steps))
+        object.__setattr__(self, "profile_steps", _steps("profile_steps", self.profile_steps))
         if self.sidecar not in ("auto", "off"):
             msg = f"trace sidecar {self.sidecar!r} is neither auto nor off"
             raise ConfigError(msg)
+
+    def level_at(self, step: int) -> str:
+        """Return the level of one step."""
+        if not self.capture_steps or step in self.capture_steps:
+            return self.level
+        return _LEVELS[max(0, _LEVELS.index(self.level) - 1)]
 
     @property
     def wants_sessions(self) -> bool:
@@ -101,10 +110,18 @@ class TraceConfig:
                 hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(kinds)}"
                 msg = f"unknown trace config key `{key}`"
                 raise ConfigError(msg, hint=hint)
-            if key not in ("root", "profile_steps") and not _fits(value, kinds[key]):
+            if key not in ("root", "capture_steps", "profile_steps") and not _fits(value, kinds[key]):
                 msg = f"trace config key `{key}` wants {kinds[key].__name__}, got {type(value).__name__}"
                 raise ConfigError(msg)
         return cls(**values)
+
+
+def _steps(key: str, value: Any) -> tuple[int, ...]:
+    steps = tuple(value) if isinstance(value, list | tuple | range | set | frozenset) else (value,) if value else ()
+    if not all(isinstance(step, int) and not isinstance(step, bool) for step in steps):
+        msg = f"trace config key `{key}` wants a list of step numbers, got {value!r}"
+        raise ConfigError(msg)
+    return steps
 
 
 def _fits(value: object, kind: type) -> bool:

@@ -95,6 +95,7 @@ def config_perf_tracer(
         chosen = _chosen(role, rank)
         if config is None:
             for writer in chosen:
+                writer.config = dataclasses.replace(writer.config, level="off")
                 writer.tracer.set_level("off")
                 writer.tracer.sessions = None
                 writer.flush()
@@ -133,8 +134,13 @@ def mark_step(step: int) -> None:
     Reports and ``traceview tail`` divide time into steps by these marks.
     """
     tracer = get_tracer()
-    if tracer.rpc:
+    with _lock:
+        captures = [writer for writer in _writers.values() if writer.config.capture_steps]
+    if tracer.rpc or any(writer.tracer is tracer for writer in captures):
         tracer.append((INSTANT, "zbus_step", "instr", tracer.now(), "g", {"step": int(step)}, None))
+    for writer in captures:
+        if writer.opened:
+            writer.tracer.set_level(writer.config.level_at(int(step) + 1))
 
 
 def tracers() -> list[Tracer]:
@@ -246,6 +252,7 @@ def _apply(writer: TraceWriter, config: TraceConfig) -> None:
         sessions=config.sessions,
         session_flush=config.session_flush,
         profile_steps=config.profile_steps,
+        capture_steps=config.capture_steps,
         gauge_period_s=config.gauge_period_s,
     )
     if config.level != "off" and not writer.opened:
@@ -254,7 +261,7 @@ def _apply(writer: TraceWriter, config: TraceConfig) -> None:
         except OSError as error:
             msg = f"trace file {writer.path} cannot be made: {error.strerror}"
             raise ConfigError(msg) from error
-    writer.tracer.set_level(config.level)
+    writer.tracer.set_level(config.level_at(0) if config.level != "off" else "off")
     writer.tracer.profile_steps = frozenset(config.profile_steps)
     _apply_sessions(writer)
 

@@ -7,6 +7,7 @@ import pytest
 
 from waiting import wait_until
 from zbus import trace
+from zbus.errors import ConfigError
 from zbus.trace.events import ROW_BASE, row_id
 
 SESSION = bytes(range(16))
@@ -126,3 +127,34 @@ def test_steps_are_marked_where_they_end(tmp_path: Path):
     trace.save_perf_tracer(force=True)
     marks = [e for e in lines(path) if e["name"] == "zbus_step"]
     assert [(e["ph"], e["cat"], e["args"]["step"]) for e in marks] == [("i", "instr", step) for step in range(4)]
+
+
+def test_chosen_steps_are_captured_at_the_full_level(tmp_path: Path):
+    """Outside of capture_steps the level is one lower, by the step marks; all steps are marked (row B81)."""
+    path = begin(tmp_path, level="full", capture_steps=[0, 2])
+    levels = []
+    for step in range(4):
+        levels.append(trace.get_tracer().level.name)
+        with trace.span("work", step=step):
+            pass
+        trace.save_perf_tracer(step)
+    trace.reset()
+    assert levels == ["FULL", "RPC", "FULL", "RPC"]
+    events = lines(path)
+    assert [e["args"]["step"] for e in events if e["name"] == "work"] == [0, 2]
+    assert [e["args"]["step"] for e in events if e["name"] == "zbus_step"] == [0, 1, 2, 3]
+
+
+def test_steps_are_marked_also_where_a_capture_leaves_nothing_else(tmp_path: Path):
+    """At level rpc the steps outside the capture are off, and still marked; bad step lists are refused."""
+    path = begin(tmp_path, capture_steps=[1])
+    for step in range(3):
+        trace.save_perf_tracer(step)
+    trace.save_perf_tracer(force=True)
+    assert [e["args"]["step"] for e in lines(path) if e["name"] == "zbus_step"] == [0, 1, 2]
+    trace.config_perf_tracer(None)
+    trace.save_perf_tracer(0)
+    assert trace.get_tracer().level.name == "OFF"
+    for bad in (["x"], "12", [True]):
+        with pytest.raises(ConfigError, match="step numbers"):
+            trace.config_perf_tracer({"capture_steps": bad})
