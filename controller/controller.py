@@ -22,10 +22,12 @@ from msgspec import structs
 
 from controller.context import current_run
 from controller.group import DEFAULT_DEADLINE_S, Group
+from controller.late import Patience
 from controller.members import Members
 from controller.patience import wait_reminding
 from controller.role import Role
 from controller.scheduling.api import AgentExit, Job, Scheduler
+from controller.stacks import Stacks, ask_agents
 from controller.startup import agent_error, missing_error
 from controller.takeover import OrphanResult, arguments_of, refuse_living, with_arguments
 from zbus.clock import SYSTEM_CLOCK
@@ -351,7 +353,13 @@ class Controller:
         closers.callback(client.close)
         made = entries(epoch.epoch)
         members = self._members = Members(
-            client, records, made, create_timeout_s=config.rpc.create_timeout, read_journal=self._read_journal
+            client,
+            records,
+            made,
+            create_timeout_s=config.rpc.create_timeout,
+            read_journal=self._read_journal,
+            stacks=Stacks(self.trial, lambda ranks: ask_agents(client, records, ranks)),
+            patience=Patience(config.rpc.stuck_after, config.rpc.stuck_factor),
         )
         closers.callback(members.close)
         directory = Directory(

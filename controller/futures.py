@@ -30,6 +30,9 @@ T = TypeVar("T")
 _CAUSE_S = 1.0
 """How much longer the cause is waited for while all that has failed looks like the echo of it."""
 
+_STACKS_S = 0.5
+"""How long the stacks of ranks that are not waited for are waited for."""
+
 
 class RankResult(NamedTuple):
     """One rank's answer as it comes: its value, or its error in the value's place."""
@@ -318,7 +321,7 @@ class BatchFuture(Generic[T]):
         After the loss of a worker, what the others have not started is cancelled.
         """
         placement = self._placement
-        late = placement.late(self._call)
+        late = placement.whereabouts(self._call, _STACKS_S)
         if placement.lost():
             placement.cancel()
         failures = placement.slots.failures(self._call) or placement.slots.failures()

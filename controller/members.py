@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from controller.late import Late, Patience
 from controller.placer import WorkerFacts
 from controller.scheduling.api import AgentExit
+from controller.stacks import Stacks
 from zbus.codec import decode, encode
 from zbus.codec.exceptions import rebuild_exception
 from zbus.discovery.state import Event, LeaseExpired, WorkerExited, WorkerReplaced, WorkerSeen
@@ -98,6 +100,7 @@ class RoleMembers:
         self.table: dict[str, EndpointSpec] = {}
         self._exit_of = exits
         self.agent_end: str = ""
+        self.late: Late | None = None
         self._peers: list[Any] = []
         self.refresh()
 
@@ -134,6 +137,11 @@ class RoleMembers:
             hint=hint,
         )
 
+    def record_of(self, peer: Any) -> WorkerRecord | None:
+        """Return the registry record of one incarnation while it is in the role."""
+        record = self.members[peer.name.rank].record
+        return record if record is not None and record.incarnation == peer.incarnation else None
+
     def will_return(self, peer: Any) -> bool:
         """Tell whether a rank that is gone will be started again by policy."""
         member = self.members[peer.name.rank]
@@ -166,6 +174,8 @@ class Members:
         create_timeout_s: Limit of one engine creation.
         read_journal: Reads the crash journal of a worker, for want of an agent's word; None unless it ran on this host
             and is gone.
+        stacks: Takes the stacks of ranks that are late; None: nobody does.
+        patience: When a rank is stuck.
     """
 
     def __init__(
@@ -176,6 +186,8 @@ class Members:
         *,
         create_timeout_s: float,
         read_journal: Callable[[WorkerRecord], JournalReport | None] = lambda _: None,
+        stacks: Stacks | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self._client = client
         self._records = records
@@ -186,6 +198,9 @@ class Members:
         self.roles = {
             name: RoleMembers(job, (args, kwargs), self._exits.get) for name, (job, args, kwargs) in jobs.items()
         }
+        self._late = None if stacks is None else Late(stacks, patience or Patience(), self._record_of)
+        for role in self.roles.values():
+            role.late = self._late
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._by_peer: dict[Peer, Member] = {}
         self._changed = threading.Condition()
@@ -246,6 +261,8 @@ class Members:
         self._closing = True
         self._inbox.put(None)
         self._thread.join(5.0)
+        if self._late is not None:
+            self._late.close()
 
     # -- the members thread --------------------------------------------------------------------------------------
 
@@ -261,6 +278,8 @@ class Members:
                     job()
                 for member in suspects:
                     self._look_into(member)
+                if self._late is not None:
+                    self._late.look()
             except Exception:
                 log.exception("a membership event could not be handled")
             if job is not None or suspects:
@@ -275,6 +294,10 @@ class Members:
             self.strangers.append(f"{role}/{rank}")
             return None
         return members.members[rank]
+
+    def _record_of(self, peer: Any) -> WorkerRecord | None:
+        role = self.roles.get(peer.name.role)
+        return None if role is None else role.record_of(peer)
 
     def _seen(self, record: WorkerRecord) -> None:
         member = self._member(record.role, record.rank)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from controller.placer import Peer, Roster, WorkerFacts
+from controller.stacks import fold
 from zbus.errors import (
     BatchError,
     CallCancelled,
@@ -20,7 +21,7 @@ from zbus.errors import (
 )
 from zbus.protocol.messages import Outcome, OutcomeKind
 
-__all__ = ["Origin", "WaitTimeout", "batch_error", "error_of", "is_echo", "spans", "unavailable"]
+__all__ = ["AT", "Origin", "WaitTimeout", "batch_error", "error_of", "is_echo", "spans", "unavailable"]
 
 
 class WaitTimeout(CallTimeout, TimeoutError):
@@ -81,9 +82,24 @@ def error_of(outcome: Outcome, origin: Origin) -> CallError:
         hint=facts.hint,
         facts={**more, **facts.facts},
     )
+    if outcome.reason == "deadline":
+        _add_place(error, origin)
     if facts.log_tail:
         error.add_note(f"log {facts.facts.get('log', '')}: {facts.log_tail[-1]}")
     return error
+
+
+def _add_place(error: CallError, origin: Origin) -> None:
+    """Add where a rank is that did not answer in time. Its stacks were asked for when the deadline passed."""
+    late = getattr(origin.roster, "late", None)
+    if late is None:
+        return
+    dump = late.where({0: origin.peer}, _STACKS_S).get(0)
+    if dump is not None:
+        error.facts["at"] = dump.place
+        if dump.path:
+            error.facts["stacks"] = dump.path
+        error.add_note(f"{origin.peer.name} is in {dump.place}")
 
 
 def unavailable(error: Unavailable, origin: Origin, names: str) -> Unavailable:
@@ -136,6 +152,8 @@ def _remote(outcome: Outcome, origin: Origin, facts: WorkerFacts) -> CallError:
     error.outcome = outcome.kind.value
     return error
 
+
+_STACKS_S: Final = 2.0
 
 _CALL_WAS: Final = "; the call was "
 """What ``protocol.caller`` puts between how a worker ended and how far its call had come."""
@@ -229,9 +247,33 @@ def batch_error(
     error.add_note("failed: " + "; ".join(f"rank {rank} {_label(one)}" for rank, one in errors))
     if late:
         error.add_note("not waited for: " + "; ".join(f"rank {rank} {state}" for rank, state in late.items()))
-    if isinstance(root, CallError) and (results or late):
-        root.facts["peers"] = _peers(role, results, late or {})
+    if isinstance(root, CallError):
+        if results or late:
+            root.facts["peers"] = _peers(role, results, late or {})
+        if places := {rank: state.partition(AT)[2] for rank, state in (late or {}).items() if AT in state}:
+            root.facts["peers at"] = _places(role, places)
+        if root.reason == "deadline":
+            _add_places(root, role, method, errors)
     return error
+
+
+def _add_places(root: CallError, role: str, method: str, errors: Sequence[tuple[int, Exception]]) -> None:
+    """Say in the first failure of a call that ran out of time who else has not answered, and where all of them are."""
+    late = {rank: one for rank, one in errors if isinstance(one, CallError) and one.reason == "deadline"}
+    if len(late) < 2:
+        return
+    root.facts["late"] = f"{role}/{spans(sorted(late))} have not answered `{method}`"
+    places = {rank: one.facts["at"] for rank, one in late.items() if "at" in one.facts}
+    if places:
+        root.facts["at"] = _places(role, places)
+
+
+AT: Final = ", in "
+"""Stands in what is known of a rank that has not answered between how far it is and the place of its engine."""
+
+
+def _places(role: str, places: Mapping[int, str]) -> str:
+    return "\n".join(f"{role}/{spans(ranks)}: {place}" for ranks, place in fold(places))
 
 
 def _peers(role: str, results: Mapping[int, Any], late: Mapping[int, str]) -> str:
@@ -239,7 +281,7 @@ def _peers(role: str, results: Mapping[int, Any], late: Mapping[int, str]) -> st
     told = [f"{role}/{spans(sorted(results))} finished this call"] if results else []
     states: dict[str, list[int]] = {}
     for rank, state in late.items():
-        states.setdefault(_SINCE.sub("", state), []).append(rank)
+        states.setdefault(_SINCE.sub("", state.partition(AT)[0]), []).append(rank)
     for state, ranks in states.items():
         since = _SINCE.search(late[ranks[0]]) if len(ranks) == 1 else None
         told.append(f"{role}/{spans(ranks)} {_STILL.get(state, state)}{since.group() if since else ''}")

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from controller.background import shared
 from controller.line import Line
-from controller.outcomes import Origin, error_of, unavailable
+from controller.outcomes import AT, Origin, error_of, unavailable
 from controller.placer import Placed, Placer, Roster, is_dead, is_ready, is_suspect, loop_driver, wake, whereabouts
 from zbus.engine import Effect
 from zbus.errors import CallError, Unavailable
@@ -113,6 +113,7 @@ class Placement:
         self._tracer = tracer if tracer.rpc else None
         self._sent_ns = 0
         self._untraced: list[tuple[int, int, Outcome, int]] = []  # what came before ``place`` returned
+        self._late = getattr(order.roster, "late", None)  # who watches calls that take too long
 
     def start(self) -> None:
         """Place the batch.
@@ -162,6 +163,10 @@ class Placement:
             strict=order.strict,
             together=order.together,
         )
+        if self._late is not None:
+            self._late.began(self)
+            if self.slots.settled():  # before it was told that it began
+                self._late.ended(self)
         if self._tracer is not None:
             self._sent_ns = time.monotonic_ns()
             with self._lock:
@@ -218,6 +223,11 @@ class Placement:
             elif outcome.kind is OutcomeKind.APP_ERROR:
                 self._failed_at.setdefault(call, time.monotonic())
             watchers = tuple(self._watchers)
+        if self._late is not None:
+            if outcome.reason == "deadline":
+                self._late.ask(self.order.peers[member])
+            if self.slots.settled():
+                self._late.ended(self)
         released = self.order.released
         if released is not None and call == len(self.order.methods) - 1:
             released(self.order.ranks[member])
@@ -463,6 +473,21 @@ class Placement:
     def _origin(self, member: int, call: int) -> Origin:
         order = self.order
         return Origin(order.roster, order.peers[member], order.methods[call], order.deadline_s, order.number)
+
+    def whereabouts(self, call: int, timeout_s: float) -> dict[int, str]:
+        """As ``late``, with where the engine of each is; waits up to ``timeout_s`` for that. Not under a lock."""
+        states = self.late(call)
+        if self._late is None or not states:
+            return states
+        order = self.order
+        open_ = {
+            rank: peer
+            for rank, peer in zip(order.ranks, order.peers, strict=False)
+            if rank in states and not is_dead(peer)
+        }
+        for rank, dump in self._late.where(open_, timeout_s).items():
+            states[rank] = f"{states[rank]}{AT}{dump.place}"
+        return states
 
     def late(self, call: int) -> dict[int, str]:
         """Return what is known of each rank that has not answered a call."""

@@ -231,7 +231,9 @@ def _call_facts(error: CallError, told: dict[str, str]) -> dict[str, str]:
     return {key: facts[key] for key in sorted(facts, key=lambda key: _FIRST.get(key, len(_FIRST)))}
 
 
-_FIRST: Final = {key: place for place, key in enumerate(("where", "exit", "evidence", "outcome", "peers"))}
+_FIRST: Final = {
+    key: place for place, key in enumerate(("where", "exit", "evidence", "outcome", "late", "at", "peers", "peers at"))
+}
 
 
 def _tail(lines: Sequence[str], *, verbose: bool) -> list[str]:

@@ -114,11 +114,15 @@ class RpcConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         timeout: Deadline of a call whose endpoint names none.
         lease: How long the controller's lease lives without being renewed.
         create_timeout: How long one engine creation may take.
+        stuck_after: A call that runs longer is reported as stuck, with stacks; nothing is killed for it.
+        stuck_factor: How much longer than its peers, or than ever before, a call must run to be reported.
     """
 
     timeout: Limit = 1800.0
     lease: Limit = 15.0
     create_timeout: Limit = 600.0
+    stuck_after: Limit = 60.0
+    stuck_factor: Annotated[float, Meta(ge=1, le=1e6)] = 3.0
 
 
 class TraceConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

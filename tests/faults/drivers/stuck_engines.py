@@ -1,0 +1,59 @@
+"""An engine that gets stuck in every way; loaded in real workers of the tests of stuck ranks."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import zbus
+from zbus import Everywhere, PerRank
+
+
+class Stuck(zbus.Engine):
+    """Some ranks of a call get stuck, as asked; the others answer."""
+
+    def setup(self, ctx: zbus.Context) -> None:
+        self.ctx = ctx
+        self.ran = 0
+
+    @zbus.endpoint(Everywhere(), collect=PerRank())
+    def step(self, how: str = "", ranks: tuple[int, ...] = (), seconds: float = 30.0) -> int:
+        self.ran += 1
+        if self.ctx.rank in ranks:
+            getattr(self, f"in_{how}")(seconds)
+        return self.ctx.rank
+
+    @zbus.endpoint(Everywhere(), collect=PerRank())
+    def mixed(self, seconds: float) -> int:
+        getattr(self, ("in_sleep", "in_regex", "in_lock")[self.ctx.rank % 3])(seconds)
+        return self.ctx.rank
+
+    @zbus.endpoint(Everywhere(), collect=PerRank())
+    def first_fails(self, seconds: float) -> int:
+        if self.ctx.rank == 0:
+            msg = "root of it all"
+            raise ValueError(msg)
+        self.in_sleep(seconds)
+        return self.ctx.rank
+
+    @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure")
+    def count(self) -> int:
+        return self.ran
+
+    def in_sleep(self, seconds: float) -> None:
+        time.sleep(seconds)  # sleeps here
+
+    def in_lock(self, seconds: float) -> None:
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire(timeout=seconds)  # waits here
+
+    def in_regex(self, seconds: float) -> None:
+        """Hold the GIL for about ``seconds``: a pattern that backtracks, on a text made longer until it takes long."""
+        length, took = 16, 0.0
+        while took < seconds / 3:
+            began = time.monotonic()
+            re.match(r"(a+)+$", "a" * length + "b")  # holds the GIL here
+            took = time.monotonic() - began
+            length += 1
