@@ -15,6 +15,9 @@ from typing import Any, Final, Self
 __all__ = ["Page", "Viewer", "perfetto_ui", "ssh_line"]
 
 _HOSTS: Final = ("127.0.0.1", "localhost", "[::1]")
+_UI_POLICY: Final = "default-src 'self' data: blob: 'unsafe-inline' 'unsafe-eval' 'wasm-unsafe-eval'"
+"""For the Perfetto UI, which would ask other hosts for news and fonts."""
+
 _START: Final = b'{"traceEvents":[{"ph":"i","s":"g","name":"start","pid":0,"tid":0,"ts":0}]}'
 _TYPES: Final = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
 _TYPES_MORE: Final = {".wasm": "application/wasm", ".json": "application/json", ".svg": "image/svg+xml"}
@@ -100,6 +103,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Referrer-Policy", "no-referrer")
         self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        if self.folder is not None:
+            self.send_header("Content-Security-Policy", _UI_POLICY)
         self.end_headers()
         self.wfile.write(page.body)
         if path == "/":
