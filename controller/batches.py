@@ -46,7 +46,12 @@ class BatchBuilder:
         if name.startswith("_"):
             raise AttributeError(name)
         method = self._method(name)
-        return lambda *args, **kwargs: self._add(method, args, kwargs)
+
+        def record(*args: Any, **kwargs: Any) -> BatchFuture[Any]:
+            return self._add(method, args, kwargs)
+
+        self.__dict__[name] = record  # looked up once for all calls of this batch
+        return record
 
     def _add(self, method: Method[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchFuture[Any]:
         spec = method.spec

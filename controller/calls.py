@@ -16,7 +16,7 @@ from controller.line import Line
 from controller.placement import Order, Placement
 from controller.placer import Placer, Roster, is_ready
 from controller.quick import QuickCall
-from zbus.codec import encode, encode_call, encode_plain_call
+from zbus.codec import encode, encode_call, encode_plain_call, encode_plain_calls
 from zbus.engine import AnyOne, EndpointSpec, Everywhere, RankZero
 from zbus.errors import ConfigError, Unavailable
 from zbus.retry import DEFAULT_RETRY, NO_RETRY, RetryPolicy, TokenBucket, deadline_seconds
@@ -287,12 +287,18 @@ def encode_calls(calls: Sequence[Sequence[tuple[str, Arguments]]], *, snapshot: 
         if len(calls[0]) == 1:
             name, arguments = calls[0][0]
             return [encode_call(name, *arguments, snapshot=snapshot)]
-        return [encode([[name, *arguments] for name, arguments in calls[0]], snapshot=snapshot)]
+        return [_encode_member(calls[0], snapshot=snapshot)]
     made: dict[tuple[int, ...], Any] = {}
     payloads = []
     for member in calls:
         key = tuple(id(arguments) for _, arguments in member)
         if key not in made:
-            made[key] = encode([[name, *arguments] for name, arguments in member], snapshot=snapshot)
+            made[key] = _encode_member(member, snapshot=snapshot)
         payloads.append(made[key])
     return payloads
+
+
+def _encode_member(calls: Sequence[tuple[str, Arguments]], *, snapshot: bool) -> Any:
+    listed = [(name, *arguments) for name, arguments in calls]
+    plain = encode_plain_calls(listed)
+    return plain if plain is not None else encode(list(map(list, listed)), snapshot=snapshot)

@@ -31,6 +31,9 @@ _TUPLE: Final = _MARKS[bytes((Kind.TUPLE,))]
 # Below this size lying lengths cannot claim memory worth a second look (msgpack holds each to the body's length).
 _VERIFY_FROM: Final = 2048
 
+# Calls of plain values are read without hooks up to this size: lists are made as their items are read.
+_PLAIN_BELOW: Final = 16_384
+
 _FIELD_ERRORS: Final = "the fields of this part do not fit its kind"
 
 
@@ -183,7 +186,7 @@ def decode_calls(frames: Sequence[Buffer]) -> Any:
     """
     if len(frames) == 1:
         body = frames[0]
-        if body.__class__ is bytes and len(body) < _VERIFY_FROM:
+        if body.__class__ is bytes and len(body) < _PLAIN_BELOW:
             try:
                 calls = _read_calls(body)
             except msgspec.DecodeError:  # a keyword, or no calls at all: the whole decoder tells

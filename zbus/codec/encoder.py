@@ -8,8 +8,9 @@ has not imported them never does so here.
 from __future__ import annotations
 
 import collections
+import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgpack
@@ -21,7 +22,17 @@ from zbus.codec.wire import BIGINT, Kind, marker
 from zbus.errors import CodecError
 from zbus.protocol.messages import Buffer
 
-__all__ = ["PLAIN", "PREPARE", "SCALARS", "Encoder", "Prepare", "encode", "encode_call", "encode_plain_call"]
+__all__ = [
+    "PLAIN",
+    "PREPARE",
+    "SCALARS",
+    "Encoder",
+    "Prepare",
+    "encode",
+    "encode_call",
+    "encode_plain_call",
+    "encode_plain_calls",
+]
 
 SCALARS: Final = frozenset({type(None), bool, int, float, str})
 """What msgpack carries exactly (integers beyond 64 bits through its hook)."""
@@ -33,6 +44,8 @@ _SHORT: Final = 8
 """Below this length one loop is quicker than a look at all types first."""
 
 _BYTES_OUT_OF_BAND: Final = 65_536
+_PLAIN_BELOW: Final = 16_384
+"""A body of plain calls stays far from every limit below this."""
 _KEEP_PACKER_BELOW: Final = 1_048_576
 
 Prepare = Callable[[Any, "Encoder"], Any]
@@ -134,6 +147,18 @@ def encode_plain_call(name: str, args: tuple[Any, ...]) -> list[Buffer] | None:
         if len(body) < INLINE_BELOW:
             return [body]
     return None
+
+
+def encode_plain_calls(calls: Sequence[tuple[str, tuple[Any, ...], Mapping[str, Any]]]) -> list[Buffer] | None:
+    """Return the body of a request of several calls, if their arguments are numbers, texts and bytes; else None."""
+    arguments = [args for _, args, kwargs in calls if not kwargs]
+    if len(arguments) < len(calls) or not PLAIN.issuperset(map(type, itertools.chain.from_iterable(arguments))):
+        return None
+    try:
+        body = _pack_plain(calls)
+    except (UnicodeEncodeError, OverflowError):
+        return None
+    return [body] if len(body) < _PLAIN_BELOW else None
 
 
 def encode_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, snapshot: bool = False) -> list[Buffer]:

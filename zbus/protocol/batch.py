@@ -13,6 +13,9 @@ from zbus.protocol.messages import Outcome, OutcomeKind
 __all__ = ["BatchSlots", "Failure", "causes"]
 
 
+_OK: Final = OutcomeKind.OK
+
+
 class Failure(NamedTuple):
     """One slot that ended other than OK; ``order`` counts arrivals within the batch from 0."""
 
@@ -30,7 +33,7 @@ class BatchSlots:
         calls: How many calls it has.
     """
 
-    __slots__ = ("_arrivals", "_members", "_open", "_open_calls", "_slots", "calls")
+    __slots__ = ("_arrivals", "_failed", "_members", "_open", "_open_calls", "_slots", "calls")
 
     def __init__(self, members: int, calls: int) -> None:
         self._members = members
@@ -39,6 +42,7 @@ class BatchSlots:
         self._open = members * calls
         self._open_calls = [members] * calls
         self._arrivals: list[tuple[int, int]] = []
+        self._failed = False
 
     def fill(self, member: int, call: int, outcome: Outcome) -> bool:
         """Take an outcome; False if the slot was filled before (the first one stands)."""
@@ -46,6 +50,8 @@ class BatchSlots:
         if row[member] is not None:
             return False
         row[member] = outcome
+        if outcome.kind is not _OK:
+            self._failed = True
         self._open -= 1
         self._open_calls[call] -= 1
         self._arrivals.append((member, call))
@@ -72,7 +78,9 @@ class BatchSlots:
 
     def failures(self, call: int | None = None) -> list[Failure]:
         """Return the slots that ended other than OK, in order of arrival."""
-        found = []
+        found: list[Failure] = []
+        if not self._failed:
+            return found
         for order, (member, of) in enumerate(self._arrivals):
             outcome = self._slots[of][member]
             if outcome is not None and outcome.kind is not OutcomeKind.OK and call in (None, of):

@@ -31,9 +31,10 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
+from zbus.protocol.frames import join_bodies
 from zbus.protocol.messages import (
     Buffers,
     CancelRunning,
@@ -324,19 +325,57 @@ class Callee:
         run.open_calls -= 1
         effects.append(_new(SendTo, (header, buffers, lane.peer)))
         if run.open_calls == 0:
-            run.state = _DONE
-            run.buffers = ()
-            lane.running -= 1
-            if session.retired:
-                if session.superseded and lane.name != "ctl":
-                    self._add_orphan(session_id, session, lane, run)
-                del lane.runs[run.seq]
-                self._forget_if_idle(session_id, session)
-            elif run.seq + run.calls <= lane.floor:
-                del lane.runs[run.seq]
-            if lane.queue:
-                self._start(session_id, session, lane, now, effects)
+            self._end(session_id, session, lane, run, now, effects)
         return effects
+
+    def finished_together(
+        self, session_id: bytes, lane_name: str, seq: int, bodies: Sequence[bytes], now: int
+    ) -> list[Effect]:
+        """Record that consecutive calls of one request returned, and reply to all of them in one message.
+
+        The replies are kept one by one: said again, each is a message of its own.
+
+        Args:
+            session_id: Session of the request.
+            lane_name: Its lane.
+            seq: The first of the calls.
+            bodies: The encoded value of each, one frame without buffers.
+            now: Monotonic time.
+        """
+        if len(bodies) == 1:
+            return self.finished(session_id, lane_name, seq, Kind.RESULT, Status.OK, bodies, now)
+        session = self._sessions.get(session_id)
+        lane = None if session is None else session.lanes.get(lane_name)
+        run = None if lane is None else self._run_of(lane, seq)
+        if session is None or lane is None or run is None or run.state is not _RUNNING:
+            self._drop("finished_unknown")
+            return []
+        first = self._reply_header(Kind.RESULT, session_id, session, lane, seq, 1, run.attempt, Status.OK)
+        if type(run.replies) is not list:
+            run.replies = []
+        run.replies += [(first._replace(seq=seq + offset), (body,)) for offset, body in enumerate(bodies)]
+        run.open_calls -= len(bodies)
+        effects: list[Effect] = [SendTo(first._replace(calls=len(bodies)), (join_bodies(bodies),), lane.peer)]
+        if run.open_calls == 0:
+            self._end(session_id, session, lane, run, now, effects)
+        return effects
+
+    def _end(
+        self, session_id: bytes, session: _SessionState, lane: _Lane, run: _Run, now: int, effects: list[Effect]
+    ) -> None:
+        """A run has its last reply: its slot is free."""
+        run.state = _DONE
+        run.buffers = ()
+        lane.running -= 1
+        if session.retired:
+            if session.superseded and lane.name != "ctl":
+                self._add_orphan(session_id, session, lane, run)
+            del lane.runs[run.seq]
+            self._forget_if_idle(session_id, session)
+        elif run.seq + run.calls <= lane.floor:
+            del lane.runs[run.seq]
+        if lane.queue:
+            self._start(session_id, session, lane, now, effects)
 
     def chunk(self, session_id: bytes, lane_name: str, seq: int, number: int, buffers: Buffers) -> list[Effect]:
         """Send one item of a running stream; it is kept until the caller acknowledges it."""

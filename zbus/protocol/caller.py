@@ -32,6 +32,7 @@ import enum
 from collections import deque
 from typing import Final
 
+from zbus.protocol.frames import FrameError, split_bodies
 from zbus.protocol.journal import Fate, LaneHistory
 from zbus.protocol.messages import (
     Buffers,
@@ -419,6 +420,9 @@ class CallerLane:
                 if self._waiting:
                     self._pump(now, effects)
                 return effects
+            if header.calls > 1:
+                self._on_results(header, buffers, now, effects)
+                return effects
             self._on_reply(header, OutcomeKind.OK, buffers, "", "", now, effects)
         elif kind == Kind.FAILURE:
             self._on_failure(header, buffers, now, effects)
@@ -582,14 +586,48 @@ class CallerLane:
                 if request.open_calls:
                     request.open_calls -= 1
                     effects.append(Finish(self.lane, seq, Outcome(kind, payload, reason, evidence, request.attempts)))
-            if request.replied == request.calls:
-                self._retire(request)
-            else:
-                request.state = RequestState.RECEIVED
-                request.probe_gap = self.timing.probe_received
-                self._set_probe(request, now + request.probe_gap)
+            self._replied(request, now)
         if self._waiting:
             self._pump(now, effects)
+
+    def _on_results(self, header: Header, buffers: Buffers, now: int, effects: list[Effect]) -> None:
+        """Take one message with the values of several consecutive calls of one request."""
+        request = self._find(header.seq)
+        if request is None or request.attempts == 0 or header.seq + header.calls > request.seq + request.calls:
+            return
+        try:
+            bodies = split_bodies(buffers)
+        except FrameError:
+            return  # not a word that has a meaning: the probe will ask again
+        if len(bodies) != header.calls:
+            return
+        finished = request.finished
+        if finished is None:
+            finished = request.finished = set()
+        lane, attempts, wanted = self.lane, request.attempts, request.open_calls
+        fresh = 0
+        for seq, body in enumerate(bodies, header.seq):
+            if seq not in finished:
+                finished.add(seq)
+                fresh += 1
+                if wanted:
+                    outcome = _new(Outcome, (_OK, (body,), "", "", attempts))
+                    effects.append(_new(Finish, (lane, seq, outcome)))
+        request.replied += fresh
+        if wanted:
+            request.open_calls -= fresh
+        self._replied(request, now)
+        if self._waiting:
+            self._pump(now, effects)
+
+    def _replied(self, request: _Request, now: int) -> None:
+        """Some calls of a request have their last word: it is over, or has shown that it is there."""
+        if request.replied == request.calls:
+            self._retire(request)
+        else:
+            request.state = RequestState.RECEIVED
+            request.probe_gap = self.timing.probe_received
+            self._set_probe(request, now + request.probe_gap)
 
     _FAILURES: Final[dict[int, tuple[OutcomeKind, str, str]]] = {
         Status.APP_ERROR: (OutcomeKind.APP_ERROR, "", ""),

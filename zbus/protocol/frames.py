@@ -23,6 +23,9 @@ index  field         meaning
 15     inline        the body itself where it is the only buffer and at most 1,024 bytes, else nil
 =====  ============  ==============================================================================================
 
+A RESULT of several calls (``calls`` > 1) has one body: a msgpack array of the bodies of their values, in order, each a
+bin. It is sent where each is small and needs no buffers; otherwise every call has its own RESULT.
+
 ``frames`` and ``bytes`` make a torn or glued message detectable: a message whose frames disagree with its header is
 refused as a whole. An inline body spares a small call one frame each way, about an eighth of its round trip
 (``docs/decisions/0002-small-bodies-travel-in-the-header.md``). Nothing here allocates more than the frames hold.
@@ -48,6 +51,8 @@ __all__ = [
     "decode",
     "decode_header",
     "encode",
+    "join_bodies",
+    "split_bodies",
 ]
 
 INLINE_BYTES: Final = 1024
@@ -91,6 +96,7 @@ _Valid = tuple[
 # Reading and checking sixteen fields is one call in C; only a frame that is refused is looked at again, for the reason.
 _pack = msgspec.msgpack.Encoder().encode
 _read = msgspec.msgpack.Decoder(_Valid).decode
+_read_bodies = msgspec.msgpack.Decoder(list[bytes]).decode
 _unpack = msgpack.unpackb
 _new = tuple.__new__
 
@@ -127,6 +133,26 @@ def encode(header: Header, buffers: Buffers = ()) -> list[Any]:
     for buffer in buffers:
         total += buffer.nbytes if type(buffer) is memoryview else len(buffer)
     return [_pack((PROTOCOL_VERSION, *header, len(buffers), total, None)), *buffers]
+
+
+def join_bodies(bodies: Sequence[bytes]) -> bytes:
+    """Return the body of a RESULT for several calls: a msgpack array of their bodies, each of one frame."""
+    return _pack(bodies)
+
+
+def split_bodies(buffers: Buffers) -> list[bytes]:
+    """Return the bodies that ``join_bodies`` joined.
+
+    Raises:
+        FrameError: It is no such body.
+    """
+    try:
+        if len(buffers) == 1:
+            return _read_bodies(buffers[0])
+    except msgspec.DecodeError:
+        pass
+    reason = "bodies"
+    raise FrameError(reason)
 
 
 def decode_header(frame: Any) -> tuple[Header, int, int, bytes | None]:

@@ -47,6 +47,9 @@ __all__ = ["TAKEOVER_S", "Server"]
 TAKEOVER_S: Final = 0.002
 """How long a call runs before the bus thread reads the main socket for it."""
 
+_FLUSH_S: Final = 0.02
+"""How long a result of a batch waits at most for the end of a long call behind it."""
+
 _AWAKE_S: Final = 0.1
 _SLEEP_S: Final = 30.0
 _EXPIRE_EVERY_NS: Final = 50_000_000
@@ -55,6 +58,17 @@ _ABOUT_SESSIONS: Final = frozenset({int(Kind.HELLO), int(Kind.PING), int(Kind.BY
 
 Run = Callable[[Execute], None]
 """Runs one request of the main lane to its end, on the main thread."""
+
+
+class _Held:
+    """Results of a batch that wait for their message."""
+
+    __slots__ = ("bodies", "index", "request")
+
+    def __init__(self, request: Execute) -> None:
+        self.request = request
+        self.index = 0  # number of the call whose body is the first
+        self.bodies: deque[bytes] = deque()
 
 
 class Server:
@@ -103,6 +117,7 @@ class Server:
         self._channels: dict[str, Channel] = {}
         self._link_of_lane: dict[str, str] = {}
         self._ready: deque[Execute] = deque()
+        self._held: _Held | None = None
         self._busy_since: int | None = None
         self._takeover = False
         self._bus_awake = False
@@ -194,17 +209,52 @@ class Server:
         if trap is not None:
             trap("before_reply")
         with gate, self.lock:
+            now = self._now()
+            held = self._held
+            if held is not None and held.request is request:
+                self._flush(now)
+                held.index = index + 1
             self._do(
                 self.callee.finished(
-                    request.session, request.lane, request.seq + index, kind, status, buffers, self._now(),
+                    request.session, request.lane, request.seq + index, kind, status, buffers, now,
                     chunks=chunks,
                 )
             )  # fmt: skip
-            # After its last answer the main thread goes on with a round of its reactor, which begins with the check.
-            if threading.get_ident() != self._runner or index + 1 < request.calls:
-                self._check_after_send(request.lane)
+            self._check_after_send(request.lane)
         if trap is not None:
             trap("after_reply")
+
+    def hold(self, request: Execute) -> deque[bytes]:
+        """Return where short results of a batch may be left instead of ``finish``, so that many leave in one message.
+
+        The first one left there is of call number 0, the next of the next, and so on, where ``finish`` has its place
+        among them. ``flush`` sends them, and so does the bus thread if a call turns out to be long. Main thread.
+        """
+        held = self._held = _Held(request)
+        return held.bodies
+
+    def flush(self, *, over: bool = False) -> None:
+        """Send what was left at ``hold``; ``over``: nothing more is left there. Main thread."""
+        with gate, self.lock:
+            self._flush(self._now())
+            if over:
+                self._held = None
+            self._check_after_send("main")
+
+    def _flush(self, now: int) -> None:
+        # The main thread may append meanwhile, without the lock: what it adds is sent the next time.
+        held = self._held
+        if held is not None and held.bodies:
+            request, bodies = held.request, [held.bodies.popleft() for _ in range(len(held.bodies))]
+            first = request.seq + held.index
+            held.index += len(bodies)
+            self._do(self.callee.finished_together(request.session, request.lane, first, bodies, now))
+
+    def _flush_late(self) -> None:
+        """Send what was held back before a call that turns out to be long. On the bus thread."""
+        with self.lock:
+            self._flush(self._now())
+            self._check_all()
 
     def knows(self, session: bytes) -> bool:
         """Return whether a session's calls may still run or come; once False, that session is over. Any thread."""
@@ -283,7 +333,10 @@ class Server:
                     if not self._takeover:
                         self._take_over(busy_since)
                     self._bus_awake = False  # the next call must wake this sleep, or nobody reads main for it
-                    if self._takeover:
+                    if self._takeover and self._held is not None:
+                        bus.once(_FLUSH_S)
+                        self._flush_late()
+                    elif self._takeover:
                         bus.once(_SLEEP_S)
                     self._bus_awake = True
                 else:
@@ -304,6 +357,8 @@ class Server:
     def _end_busy(self) -> None:
         self._busy_since = None
         self._last_busy = time.monotonic()
+        if self._held is not None:  # a signal handler ended the request before its last call
+            self.flush(over=True)
         if self._takeover:
             with gate, self.lock:
                 self._takeover = False
@@ -319,6 +374,7 @@ class Server:
             if self._busy_since != since_ns or channel is None:
                 return
             self._takeover = True
+            self._flush(self._now())
             self._bus.register(self._main.fileno(), self._main_from_bus)
             channel.take_all()
             self._do(self.callee.announce("main"))
