@@ -91,7 +91,7 @@ def _pid(trial: TrialDir, role: str, rank: int) -> int:
 
 @pytest.fixture
 def zbus_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrialLauncher]:
-    """Give a launcher of trials that end with the test: ``bus = zbus_trial({"actor": Role(...)})``."""
+    """Give a launcher; what it launches ends with the test."""
     with tempfile.TemporaryDirectory(prefix="zbus-", dir="/tmp") as short:  # socket paths must be short
         monkeypatch.setenv("ZBUS_RUNTIME_DIR", short)
         launcher = TrialLauncher(tmp_path)

@@ -123,8 +123,24 @@ class _ThreadCaller(_Caller):
 
     def step(self) -> None:
         """Make one call, or a few that belong together."""
-        steps = (self.single, self.pipeline, self.everyone, self.batch, self.any, self.stream, self.cancel, self.late)
-        self.chance.choices(steps, (4, 2, 3, 2, 3, 1, 1, 1))[0]()
+        steps = (
+            *(self.blocking, self.single, self.pipeline, self.everyone, self.batch),
+            *(self.any, self.stream, self.cancel, self.late),
+        )
+        self.chance.choices(steps, (3, 2, 2, 3, 2, 3, 1, 1, 1))[0]()
+
+    def blocking(self) -> None:
+        """One rank, by a plain call that waits: its outcome is its value or its error."""
+        effect = self.chance.choice(("once", "idempotent"))
+        op, payload, rank = self.op("blocking", effect, ordered=True), self.payload(), self.rank()
+        method = getattr(self.group[rank], effect).options(deadline=_DEADLINE_S)
+        try:
+            value = method(op.call, self.seconds(), payload)
+        except CallError as error:
+            op.answers = [Answer(rank, error.outcome or "", f"{error.reason}: {error}")]
+        else:
+            op.answers = [Answer(rank, "OK", right=value == sum_of(payload))]
+        self.write(op)
 
     def single(self) -> None:
         """One rank, ``once`` or ``idempotent``."""

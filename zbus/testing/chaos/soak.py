@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -15,8 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from controller import Controller, Role
 from controller.background import shared
+from zbus.config import Config
 from zbus.errors import ZbusError
 from zbus.registry.file import FileRegistry
 from zbus.registry.records import Records
@@ -125,7 +129,7 @@ def run_soak(seconds: float, seed: int = 0, *, workers: int = 4, directory: Path
     faults = plan(seed, seconds, workers)
     report = Report(seed=seed, seconds=seconds, planned=len(faults), directory=str(made))
     before = _Belongings.now()
-    with History(made / "history.jsonl") as history:
+    with _logged(made / "controller.log"), History(made / "history.jsonl") as history:
         _run(report, made, history, faults, seconds, seed, workers)
         report.calls = history.calls
     report.leaks += before.missing_now()
@@ -134,6 +138,23 @@ def run_soak(seconds: float, seed: int = 0, *, workers: int = 4, directory: Path
     if directory is None and not report.failures:
         _remove(made)
     return report
+
+
+@contextlib.contextmanager
+def _logged(path: Path) -> Iterator[None]:
+    """Write what this process's bus logs to a file."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logger = logging.getLogger("zbus")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        handler.close()
 
 
 def _run(
@@ -148,7 +169,9 @@ def _run(
         restart_window_s=1.0,
     )
     with FaultProxy(seed) as proxy, between(proxy, timing=quick(_PROBE_MS)):
-        bus = Controller.launch("soak", {_ROLE: role}, root=made, trial="run", startup_timeout=60.0)
+        bus = Controller.launch(
+            "soak", {_ROLE: role}, root=made, trial="run", startup_timeout=60.0, config=_config(seed)
+        )
         runtime = ""
         try:
             records = Records(FileRegistry(bus.trial.registry, create=False))
@@ -169,12 +192,24 @@ def _run(
             report.injected, report.kills = nemesis.injected, nemesis.kills
             report.messages = dict(proxy.counters)
             report.problems += _recovered(group)
-            report.restarts = sum(1 for record in records.exits(_ROLE))
+            ends = records.exits(_ROLE)
+            report.restarts = len(ends)
+            report.problems += [
+                f"{end.role}/{end.rank} start {end.start} ended by itself: {end.reason}; log {end.log}"
+                for end in ends
+                if end.signal != signal.SIGKILL
+            ]
             records.close()
         finally:
             bus.close()
     if runtime and Path(runtime).exists():
         report.leaks.append(f"socket directory {runtime}: {sorted(p.name for p in Path(runtime).iterdir())}")
+
+
+def _config(seed: int) -> Config:
+    """Return the config of a run: every second one is not traced, since plain calls then take a shorter way."""
+    config = Config()
+    return replace(config, trace=replace(config.trace, level="off" if seed % 2 else "rpc"))
 
 
 def _recovered(group: Any) -> list[str]:
@@ -186,7 +221,8 @@ def _recovered(group: Any) -> list[str]:
             if group.ready:
                 group.where.options(deadline=5.0, retries=3)()
                 return []
-            told = repr(group)
+            peers = group._view.core.roster.peers()  # noqa: SLF001  # what it knows, when it does not recover
+            told = f"{group!r}: " + "; ".join(f"{peer.name} {peer.state.value} {peer.evidence}" for peer in peers)
         except ZbusError as error:
             told = str(error)
         time.sleep(0.05)

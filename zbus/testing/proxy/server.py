@@ -244,6 +244,8 @@ class FaultProxy:
     async def _replay(self, worker: str, link: str, direction: str, last: int) -> int:
         past = list(self._past.get((worker, link, direction), ()))[-last:]
         for one in self._chosen(worker, link):
+            if direction not in one.talking:
+                continue
             for message in past:
                 one.write(direction, message.raw)
             self.counters[f"replay {direction}"] += len(past)
@@ -309,6 +311,7 @@ class _Link:
         self._readers = {"request": near[0], "reply": far[0]}
         self._writers = {"request": far[1], "reply": near[1]}
         self._late: set[asyncio.Task[None]] = set()
+        self.talking: set[str] = set()  # directions past the handshake
 
     async def run(self) -> None:
         """Pass messages on in both directions until either side ends; then end the other."""
@@ -338,6 +341,8 @@ class _Link:
             while True:
                 message = await read_message(reader)
                 await proxy.wait_thawed(self.worker, self.link, direction)
+                if not message.command:
+                    self.talking.add(direction)
                 rule = proxy.fate(message, self.worker, self.link, direction)
                 proxy.remember(message, self.worker, self.link, direction)
                 if rule is None:
