@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, Self
 
 from controller.calls import Method, View, encode_calls
@@ -40,6 +40,7 @@ class BatchBuilder:
         self._deadline_s = None if deadline is None else deadline_seconds(deadline)
         self._calls: list[tuple[EndpointSpec, Plan, BatchFuture[Any]]] = []
         self._closed = False
+        self._placement: Placement | None = None
 
     def __getattr__(self, name: str) -> Callable[..., BatchFuture[Any]]:
         """Return the recorder of one endpoint."""
@@ -47,17 +48,25 @@ class BatchBuilder:
             raise AttributeError(name)
         method = self._method(name)
 
+        self._admit(method.spec)
+        spec, calls, merge = method.spec, self._calls, method.merge
+
         def record(*args: Any, **kwargs: Any) -> BatchFuture[Any]:
-            return self._add(method, args, kwargs)
+            if self._closed:
+                msg = "this batch was placed already"
+                raise ConfigError(msg, hint="start another: with group.batch() as b")
+            if calls and spec.lane != calls[0][0].lane:
+                raise self._other_lane(spec)
+            spread = method.plan(args, kwargs)
+            future: BatchFuture[Any] = BatchFuture(_UNPLACED, len(calls), merge(spread))
+            calls.append((spec, spread, future))
+            return future
 
         self.__dict__[name] = record  # looked up once for all calls of this batch
         return record
 
-    def _add(self, method: Method[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BatchFuture[Any]:
-        spec = method.spec
-        if self._closed:
-            msg = "this batch was placed already"
-            raise ConfigError(msg, hint="start another: with group.batch() as b")
+    def _admit(self, spec: EndpointSpec) -> None:
+        """Refuse an endpoint whose calls cannot be part of a batch."""
         if isinstance(spec.dispatch, AnyOne | RankZero) and len(self._view.ranks) > 1:
             msg = f"endpoint `{spec.name}` goes to one rank, a batch takes its places on all of them"
             raise ConfigError(
@@ -66,20 +75,23 @@ class BatchBuilder:
         if spec.streams:
             msg = f"endpoint `{spec.name}` streams, which a batch cannot"
             raise ConfigError(msg, hint="call it outside the batch")
-        if self._calls and spec.lane != self._calls[0][0].lane:
-            first = self._calls[0][0]
-            msg = f"`{first.name}` is on lane `{first.lane}` and `{spec.name}` on `{spec.lane}`; a batch has one lane"
-            raise ConfigError(msg, hint="use one batch for each lane")
-        spread = method.plan(args, kwargs)
-        future: BatchFuture[Any] = BatchFuture(_UNPLACED, len(self._calls), method.merge(spread))
-        self._calls.append((spec, spread, future))
-        return future
+
+    def _other_lane(self, spec: EndpointSpec) -> ConfigError:
+        first = self._calls[0][0]
+        msg = f"`{first.name}` is on lane `{first.lane}` and `{spec.name}` on `{spec.lane}`; a batch has one lane"
+        return ConfigError(msg, hint="use one batch for each lane")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None and self._place():
+            placement = self._placement
+            if placement is not None and self._view.single:
+                # One rank's answers need no merging: what has come well is decoded when it is asked for.
+                placement.wait(placement.decided, None)
+                if placement.went_well():
+                    return
             for _, _, future in self._calls:
                 future.exception()
             self._raise_first()
@@ -108,7 +120,7 @@ class BatchBuilder:
         ]
         deadlines = [spec.deadline_s for spec, _, _ in self._calls if spec.deadline_s is not None]
         submitted_ns = time.monotonic_ns()
-        placement = Placement(
+        self._placement = placement = Placement(
             Order(
                 placer=core.placer,
                 roster=core.roster,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from controller.placement import Order, Placement
 from controller.placer import Placer, Roster, is_ready
 from controller.quick import QuickCall
 from zbus.codec import encode, encode_call, encode_plain_call, encode_plain_calls
-from zbus.engine import AnyOne, EndpointSpec, Everywhere, RankZero
+from zbus.engine import AnyOne, EndpointSpec, Everywhere, RankZero, Whole
 from zbus.errors import ConfigError, Unavailable
 from zbus.retry import DEFAULT_RETRY, NO_RETRY, RetryPolicy, TokenBucket, deadline_seconds
 from zbus.trace.tracer import get_tracer
@@ -29,6 +30,10 @@ __all__ = ["Core", "Method", "View", "encode_calls"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+_new = tuple.__new__
+_first: Callable[[Sequence[Any]], Any] = operator.itemgetter(0)
 
 
 class Core:
@@ -105,6 +110,7 @@ class Method(Generic[P, T]):
         # One rank by its number, called as declared for all, and no stream: the answer comes bare.
         self._quick = view.single and not spec.streams and isinstance(spec.dispatch, Everywhere | RankZero)
         self._rank = view.ranks[0]
+        self._everyone = tuple(range(len(view.ranks))) if isinstance(spec.dispatch, Everywhere) else None
         self._deadline_s = view.deadline_s or spec.deadline_s or view.core.deadline_s
         self.__name__ = spec.name
         self.__doc__ = spec.doc or None
@@ -199,6 +205,11 @@ class Method(Generic[P, T]):
 
     def plan(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
         """Spread one call over the ranks."""
+        members = self._everyone
+        if members is not None and not kwargs:
+            least, most = self.spec.arity
+            if least <= len(args) <= most and Whole not in map(type, args):  # as ``dispatch.plan`` would, in one step
+                return _new(Plan, (members, (_new(Arguments, (args, {})),) * len(members), None, (), members))
         core, ranks = self._view.core, self._view.ranks
         return plan(
             self.spec,
@@ -270,12 +281,12 @@ class Method(Generic[P, T]):
     def _recover(self, quick: QuickCall) -> BatchFuture[T]:
         placement = Placement(self._order([self._rank], [quick.payload], quick.began_ns))
         quick.hand_over(placement)
-        return BatchFuture(placement, 0, lambda values: cast("T", values[0]))
+        return BatchFuture(placement, 0, _first)
 
     def merge(self, spread: Plan) -> Callable[[Sequence[Any]], T]:
         """Return what turns the members' values into the answer."""
         if self._view.single:
-            return lambda values: cast("T", values[0])
+            return _first
         spec = self.spec
         ranks = [self._view.ranks[member] for member in spread.members]
         return lambda values: cast("T", collect(spec.collect, spread, ranks, values, spec.name))

@@ -36,6 +36,7 @@ _ECHO_S: Final = 0.3
 _SETTLE_S: Final = 0.5
 """The same after a rank's engine raised."""
 _CREDIT_STEP: Final = 8
+_OK: Final = OutcomeKind.OK
 _GONE: Final = ("worker_exit", "lease", "fenced", "disconnected")
 
 
@@ -202,9 +203,11 @@ class Placement:
                 self._untraced.append((member, call, outcome, now_ns))
             else:
                 self._record(member, call, outcome, now_ns)
-        if outcome.kind is not OutcomeKind.OK and self.order.retry is not None and self._run_again(outcome):
-            return
-        self._settle(member, call, self._whole(outcome))
+        if outcome.kind is not _OK:
+            if self.order.retry is not None and self._run_again(outcome):
+                return
+            outcome = self._whole(outcome)
+        self._settle(member, call, outcome)
 
     def _whole(self, outcome: Outcome) -> Outcome:
         """Return what is to be said of all executions when the last one ended so: one that may have run still may."""
@@ -218,11 +221,13 @@ class Placement:
         with self._lock:
             if not self.slots.fill(member, call, outcome):
                 return
-            if outcome.kind is OutcomeKind.UNKNOWN and outcome.reason in _GONE and self._lost_at is None:
+            if outcome.kind is _OK:
+                pass
+            elif outcome.kind is OutcomeKind.UNKNOWN and outcome.reason in _GONE and self._lost_at is None:
                 self._lost_at = time.monotonic()
             elif outcome.kind is OutcomeKind.APP_ERROR:
                 self._failed_at.setdefault(call, time.monotonic())
-            watchers = tuple(self._watchers)
+            watchers = tuple(self._watchers) if self._watchers else ()
         if self._late is not None:
             if outcome.reason == "deadline":
                 self._late.ask(self.order.peers[member])
@@ -449,6 +454,14 @@ class Placement:
         """End a pause between two executions; those in line are asked by the line. On the background thread."""
         if self._pausing:
             self.look_again(free=True)
+
+    def decided(self) -> bool:
+        """Tell whether every call has its outcome, or one has failed."""
+        return self.slots.settled() or self.slots.failed
+
+    def went_well(self) -> bool:
+        """Tell whether every call has a good outcome."""
+        return self.slots.settled() and not self.slots.failed
 
     def lost(self) -> bool:
         """Tell whether a worker was lost with one of the calls: the others may wait for it for ever."""

@@ -31,9 +31,12 @@ class BatchSlots:
     Args:
         members: How many workers hold the batch.
         calls: How many calls it has.
+
+    Attributes:
+        failed: Whether some slot ended other than OK.
     """
 
-    __slots__ = ("_arrivals", "_failed", "_members", "_open", "_open_calls", "_slots", "calls")
+    __slots__ = ("_arrivals", "_members", "_open", "_open_calls", "_slots", "calls", "failed")
 
     def __init__(self, members: int, calls: int) -> None:
         self._members = members
@@ -42,7 +45,7 @@ class BatchSlots:
         self._open = members * calls
         self._open_calls = [members] * calls
         self._arrivals: list[tuple[int, int]] = []
-        self._failed = False
+        self.failed = False
 
     def fill(self, member: int, call: int, outcome: Outcome) -> bool:
         """Take an outcome; False if the slot was filled before (the first one stands)."""
@@ -51,7 +54,7 @@ class BatchSlots:
             return False
         row[member] = outcome
         if outcome.kind is not _OK:
-            self._failed = True
+            self.failed = True
         self._open -= 1
         self._open_calls[call] -= 1
         self._arrivals.append((member, call))
@@ -79,7 +82,7 @@ class BatchSlots:
     def failures(self, call: int | None = None) -> list[Failure]:
         """Return the slots that ended other than OK, in order of arrival."""
         found: list[Failure] = []
-        if not self._failed:
+        if not self.failed:
             return found
         for order, (member, of) in enumerate(self._arrivals):
             outcome = self._slots[of][member]

@@ -353,7 +353,9 @@ class Callee:
         first = self._reply_header(Kind.RESULT, session_id, session, lane, seq, 1, run.attempt, Status.OK)
         if type(run.replies) is not list:
             run.replies = []
-        run.replies += [(first._replace(seq=seq + offset), (body,)) for offset, body in enumerate(bodies)]
+        *head, _, calls, attempt, floor, budget_ms, status, trace = first
+        tail = (calls, attempt, floor, budget_ms, status, trace)
+        run.replies += [(_new(Header, (*head, each, *tail)), (body,)) for each, body in enumerate(bodies, seq)]
         run.open_calls -= len(bodies)
         effects: list[Effect] = [SendTo(first._replace(calls=len(bodies)), (join_bodies(bodies),), lane.peer)]
         if run.open_calls == 0:

@@ -514,8 +514,10 @@ class Client:
         """Do what a lane's machine asks. Under the lock."""
         for effect in effects:
             if type(effect) is Finish:
-                lane.chunks.pop(effect.seq, None)
-                sink, member, call = lane.sinks.pop(effect.seq)
+                seq = effect.seq
+                if lane.chunks:
+                    lane.chunks.pop(seq, None)
+                sink, member, call = lane.sinks.pop(seq)
                 sink(member, call, effect.outcome)
             elif type(effect) is SendTo:
                 lane.link.channel.send(effect.header, effect.buffers)
