@@ -27,7 +27,7 @@ from workers.claims import Claimant, claim_ranks, claim_start
 from workers.control import AgentControl
 from workers.exits import RankExit, make_record
 from workers.loop import PollLoop
-from workers.membership import Joined, Joiner, Notice
+from workers.membership import Joined, Joiner, Notice, Replaced
 from workers.ranks import Place, RankStarter
 from workers.spec import RankSpec
 from workers.supervisor import (
@@ -43,6 +43,7 @@ from workers.supervisor import (
     SpawnFailed,
     StartRank,
     StopAsked,
+    Superseded,
     Supervisor,
     Tick,
 )
@@ -51,7 +52,7 @@ from workers.watch import Ended, ProcessTable, kill_children
 from zbus import failpoints
 from zbus.config import TrialDir, parse_duration
 from zbus.errors import ConfigError, StartupError, TransportError, ZbusError
-from zbus.registry.records import AgentRecord, JobRecord
+from zbus.registry.records import AgentRecord, JobRecord, RankClaim
 from zbus.runtime.journal import journal_file
 from zbus.runtime.processes import (
     ProcessHandle,
@@ -197,6 +198,7 @@ class Agent:
                     self._on_notice,
                     wait_s=self.config.wait_controller_s,
                     lease_ttl_s=self.config.lease_ttl_s,
+                    starts=lambda: self._place.starts.copy(),  # the dict is replaced later  # noqa: PLW0108
                 )
                 self._joiner.start()
                 self._serve()
@@ -319,6 +321,8 @@ class Agent:
         match notice:
             case Joined():
                 self._on_joined(notice)
+            case Replaced(claim):
+                self._on_replaced(claim)
             case "controller lost":
                 self._on_controller_lost("its lease ran out")
             case ZbusError() as error:
@@ -438,6 +442,15 @@ class Agent:
             if handle is None:
                 self._result = (EXIT_CONTROLLER_LOST, "its launcher is gone")
             self._watch_controller(handle)
+
+    def _on_replaced(self, claim: RankClaim) -> None:
+        if self._supervisor is None or self._place.starts.get(claim.rank, -1) >= claim.start:
+            return
+        name = f"{claim.role}/{claim.rank}"
+        by = f"start {claim.start} by agent {claim.agent}, host {claim.host}, pid {claim.pid}"
+        if self._supervisor.state(claim.rank) in ("starting", "running"):
+            log.error("%s was replaced while this agent was taken for dead: %s; it ends here", name, by)
+        self._feed(Superseded(claim.rank, f"{name} was replaced: {by}"))
 
     def _unwatch_controller(self) -> None:
         if self._controller is not None:

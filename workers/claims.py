@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zbus.errors import RankClaimed
 from zbus.registry.records import RankClaim, Records
 from zbus.runtime.processes import boot_id, is_alive
 
-__all__ = ["Claimant", "claim_free_ranks", "claim_start", "holder_lives"]
+__all__ = ["Claimant", "claim_free_ranks", "claim_start", "holder_lives", "replaced_by"]
 
 _POLL_S = 0.05
 
@@ -86,6 +86,26 @@ def claim_start(records: Records, me: Claimant, rank: int) -> int:
         newest = records.claim_rank(mine)
         if newest == mine:
             return start
+
+
+def replaced_by(records: Records, role: str, starts: Mapping[int, int], agent: str) -> dict[int, RankClaim]:
+    """Return, by rank, the claims of other agents to the next start: these ranks have been given to somebody else.
+
+    Args:
+        records: The registry.
+        role: The role.
+        starts: The ranks that ``agent`` runs, with the number of their start.
+        agent: Who asks; its own claims are no replacement.
+
+    Raises:
+        RegistryError: The registry cannot be read: then nobody is known to be replaced.
+    """
+    found = {}
+    for rank, start in starts.items():
+        claim = records.rank_claim(role, rank, start + 1)
+        if claim is not None and claim.agent != agent:
+            found[rank] = claim
+    return found
 
 
 def claim_free_ranks(records: Records, me: Claimant, world_size: int, count: int) -> dict[int, int]:

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 from workers.background import Background
+from workers.claims import replaced_by
 from zbus.config import TrialDir
 from zbus.errors import StartupError, ZbusError
 from zbus.registry.file import FileRegistry
 from zbus.registry.lease import LeaseObserver, LeaseRenewer, LeaseState
-from zbus.registry.records import AgentRecord, EpochRecord, JobRecord, Lease, Records
+from zbus.registry.records import AgentRecord, EpochRecord, JobRecord, Lease, RankClaim, Records
 from zbus.runtime.processes import ProcessHandle, boot_id
 
-__all__ = ["Joined", "Joiner", "Notice", "controller_lease"]
+__all__ = ["Joined", "Joiner", "Notice", "Replaced", "controller_lease"]
 
 log = logging.getLogger("zbus.agent")
 
@@ -48,7 +49,14 @@ class Joined:
     controller: ProcessHandle | None
 
 
-Notice = Joined | ZbusError | Literal["controller lost"]
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """Another agent has claimed the next start of a rank that this one runs: it was taken for dead meanwhile."""
+
+    claim: RankClaim
+
+
+Notice = Joined | Replaced | ZbusError | Literal["controller lost"]
 
 
 def controller_lease(epoch: int) -> str:
@@ -66,6 +74,7 @@ class Joiner:
         notify: Takes news.
         wait_s: How long to look for the first controller.
         lease_ttl_s: Silence after which others call this agent dead.
+        starts: Returns the ranks that run here, with the number of their start; called on the I/O thread.
     """
 
     def __init__(
@@ -77,6 +86,7 @@ class Joiner:
         *,
         wait_s: float,
         lease_ttl_s: float = 5.0,
+        starts: Callable[[], Mapping[int, int]] = dict,
     ) -> None:
         self._trial = trial
         self._role = role
@@ -86,6 +96,7 @@ class Joiner:
         self._ttl_s = lease_ttl_s
         self._records: Records | None = None
         self._record: AgentRecord | None = None
+        self._starts = starts
         self._renewer: LeaseRenewer | None = None
         self._lease: Lease | None = None
         self._observer = LeaseObserver()
@@ -235,7 +246,18 @@ class Joiner:
             else:
                 self._lease = lease
                 renewer.renewed()
+                self._look_for_successors(records, lease.holder)
         return renewer.wait_s(time.monotonic_ns())
+
+    def _look_for_successors(self, records: Records, agent: str) -> None:
+        """Tell of ranks that others have claimed while this agent was silent. A registry that fails proves nothing."""
+        try:
+            found = replaced_by(records, self._role, self._starts(), agent)
+        except ZbusError as error:
+            log.debug("claims could not be read: %s", error)
+            return
+        for claim in found.values():
+            self._notify(Replaced(claim))
 
     def finish(self) -> None:
         """Take the agent's record and lease back, as the last job of the I/O thread."""

@@ -26,6 +26,7 @@ __all__ = [
     "Spawned",
     "StartRank",
     "StopAsked",
+    "Superseded",
     "Supervisor",
     "Tick",
 ]
@@ -35,6 +36,8 @@ EXIT_WORKER_LOST: Final = 4
 EXIT_FENCED: Final = 11
 _NS: Final = 1_000_000_000
 _KILL_PATIENCE_NS: Final = 10 * _NS
+_FENCE_GRACE_S: Final = 1.0
+"""A rank that was replaced has no more to do than to leave."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,14 @@ class RestartAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class Superseded:
+    """Another agent runs ``rank`` now: its process here shall end, and is not started again. May come repeatedly."""
+
+    rank: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopAsked:
     """Everything shall end: SIGTERM now, SIGKILL after ``grace_s``; then the agent ends with ``exit_code``."""
 
@@ -106,7 +117,7 @@ class Tick:
     """Time has passed; feed it at ``Supervisor.next_deadline_ns``."""
 
 
-Event = Spawned | SpawnFailed | Exited | RestartAsked | StopAsked | Tick
+Event = Spawned | SpawnFailed | Exited | RestartAsked | Superseded | StopAsked | Tick
 
 
 # -- effects -----------------------------------------------------------------------------------------------------------
@@ -163,6 +174,7 @@ class _Rank:
     deadline_ns: int | None = None
     again: bool = False  # start it once more when it is gone
     asked: bool = False  # its end was asked for
+    fenced: bool = False  # another agent runs it
 
 
 class Supervisor:
@@ -215,6 +227,8 @@ class Supervisor:
                 effects = self._on_exit(now_ns, rank, exit_code, cause)
             case RestartAsked(rank):
                 effects = self._on_restart_asked(now_ns, rank)
+            case Superseded(rank, cause):
+                effects = self._on_superseded(now_ns, rank, cause)
             case StopAsked():
                 effects = self._on_stop(now_ns, event)
             case Tick():
@@ -280,6 +294,7 @@ class Supervisor:
         # A fenced rank was replaced elsewhere: starting it again would only be fenced again.
         if self._policy.restart == "never" or exit_code == EXIT_FENCED:
             self._failure = EXIT_FENCED if exit_code == EXIT_FENCED else self._failure or EXIT_WORKER_LOST
+            self._ranks[rank].fenced = exit_code == EXIT_FENCED
             return []
         horizon = now_ns - round(self._policy.window_s * _NS)
         while self._restarts and self._restarts[0][0] < horizon:
@@ -292,8 +307,8 @@ class Supervisor:
             return []
         effects: list[Effect] = []
         for peer, entry in self._ranks.items():
-            entry.again = True
-            if peer != rank:
+            entry.again = not entry.fenced
+            if peer != rank and not entry.fenced:
                 effects += self._stop_rank(now_ns, peer, self._policy.grace_s)
         return effects + self._restart_when_gone(now_ns)
 
@@ -324,14 +339,24 @@ class Supervisor:
         return []
 
     def _on_restart_asked(self, now_ns: int, rank: int) -> list[Effect]:
-        if self._stopping is not None or rank not in self._ranks:
+        if self._stopping is not None or rank not in self._ranks or self._ranks[rank].fenced:
             return []
         chosen = list(self._ranks) if self._policy.restart == "all" else [rank]
         effects: list[Effect] = []
         for one in chosen:
+            if self._ranks[one].fenced:
+                continue
             self._ranks[one].again = True
             effects += self._stop_rank(now_ns, one, self._policy.grace_s)
         return effects + self._restart_when_gone(now_ns)
+
+    def _on_superseded(self, now_ns: int, rank: int, cause: str) -> list[Effect]:
+        entry = self._ranks.get(rank)
+        if self._stopping is not None or entry is None or entry.fenced:
+            return []
+        entry.fenced, entry.again = True, False
+        self._failure, self._first_cause = EXIT_FENCED, self._first_cause or cause
+        return self._stop_rank(now_ns, rank, _FENCE_GRACE_S)
 
     def _on_stop(self, now_ns: int, event: StopAsked) -> list[Effect]:
         # The first reason stands; a second request can only shorten the grace.

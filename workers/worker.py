@@ -22,6 +22,8 @@ __all__ = ["main", "rank_environment", "write_exception"]
 
 EXIT_CRASHED = 1
 EXIT_AGENT_LOST = 9
+EXIT_FENCED = 11
+EXIT_TERMINATED = 143
 
 
 def rank_environment(spec: RankSpec) -> dict[str, str]:
@@ -94,11 +96,32 @@ def main(spec: RankSpec, serve: Callable[[RankSpec], int] | None = None) -> int:
         os.chdir(spec.job.cwd)
     sys.path[:0] = [entry for entry in spec.job.sys_path if entry not in sys.path]
     try:
-        return (serve or _serve)(spec)
+        return _fenced((serve or _serve)(spec), spec)
     except Exception as error:  # noqa: BLE001  # whatever it is, the report names it
         write_exception(spec, error)
         traceback.print_exc()
         return EXIT_CRASHED
+
+
+def _fenced(code: int, spec: RankSpec) -> int:
+    """Return the code of a rank that ends with ``code``: 11 if it was told to end because it was replaced."""
+    if code != EXIT_TERMINATED:
+        return code
+    from workers.claims import replaced_by
+    from zbus.errors import ZbusError
+    from zbus.registry.file import FileRegistry
+    from zbus.registry.records import Records
+
+    try:
+        records = Records(FileRegistry(Path(spec.trial_dir) / "registry", create=False))
+        claim = replaced_by(records, spec.role, {spec.rank: spec.start}, spec.agent_id).get(spec.rank)
+    except ZbusError:  # then it is not known why
+        return code
+    if claim is None:
+        return code
+    by = f"start {claim.start} by agent {claim.agent} on {claim.host}"
+    print(f"zbus: {spec.role}/{spec.rank}, start {spec.start}, was replaced: {by}; it ends", file=sys.stderr)  # noqa: T201  # stderr is the log
+    return EXIT_FENCED
 
 
 def _serve(spec: RankSpec) -> int:

@@ -340,6 +340,10 @@ class Records:
         key = names.rank_claim(claim.role, claim.rank, claim.start)
         return _decode(key, self.registry.claim(key, value), RankClaim)
 
+    def rank_claim(self, role: str, rank: int, start: int) -> RankClaim | None:
+        """Return who claimed one start of a rank, or None."""
+        return self._get(names.rank_claim(role, rank, start), RankClaim)
+
     def rank_claims(self, role: str | None = None) -> list[RankClaim]:
         """Return all rank claims, of one role if given, by role, rank and start."""
         records = self._list(names.rank_claims(), RankClaim, lambda r: names.rank_claim(r.role, r.rank, r.start))

@@ -18,6 +18,7 @@ from workers.supervisor import (
     SpawnFailed,
     StartRank,
     StopAsked,
+    Superseded,
     Supervisor,
     Tick,
 )
@@ -255,3 +256,32 @@ def test_any_history_keeps_the_rules(restart: str, data: st.DataObject) -> None:
         running.remove(rank)
         carry_out(machine.on_event(now, Exited(rank, 143, "x")))
     assert finished
+
+
+@pytest.mark.parametrize("restart", ["never", "one", "all"])
+def test_a_superseded_rank_ends_and_is_never_started_again(restart: str) -> None:
+    """Its place belongs to another agent: told to leave, killed if it does not, 11 at the end; peers go on."""
+    machine = _up(2, Policy(restart=restart))  # type: ignore[arg-type]
+    assert machine.on_event(0, Superseded(1, "replaced")) == [SignalRank(1, signal.SIGTERM)]
+    assert machine.on_event(0, Superseded(1, "replaced")) == []
+    assert machine.on_event(S, Tick()) == [SignalRank(1, signal.SIGKILL)]
+    assert machine.on_event(S, Exited(1, None, "killed by SIGKILL")) == []
+    assert machine.on_event(S, RestartAsked(1)) == []
+    assert machine.state(0) == "running"
+    assert machine.on_event(2 * S, Exited(0, 0, "")) == [Finish(11, "replaced")]
+
+
+def test_peers_of_a_superseded_rank_restart_without_it() -> None:
+    """Under all, a later death restarts those that are still ours."""
+    machine = _up(2, Policy(restart="all"))
+    machine.on_event(0, Superseded(1, "replaced"))
+    assert machine.on_event(0, Exited(1, 11, "exited with code 11")) == []
+    assert machine.on_event(S, Exited(0, 3, "exited with code 3")) == []
+    assert machine.on_event(9 * S, Tick()) == [StartRank(0)]
+
+
+def test_a_superseded_rank_that_waits_for_its_restart_is_dropped() -> None:
+    """A rank between two starts is not started any more."""
+    machine = _up(1, Policy(restart="one"))
+    assert machine.on_event(0, Exited(0, 3, "exited with code 3")) == []
+    assert machine.on_event(0, Superseded(0, "replaced")) == [Finish(11, "rank 0 exited with code 3")]
