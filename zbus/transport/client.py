@@ -155,10 +155,12 @@ class _Link:
             client.reactor.note_due(machine.next_timer())
         elif kind == Kind.WELCOME:
             self._on_welcome(buffers)
-        elif kind == Kind.NACK:
-            self._on_refusal(header)
-        else:
+        elif kind != Kind.NACK:
             client.count("unexpected")
+        elif (header.incarnation, header.epoch) == (self.peer.incarnation, client.epoch):
+            self._on_refusal(header)
+        else:  # the echo of a message that was not meant for this incarnation
+            client.count("foreign_refusal")
 
     def _on_welcome(self, buffers: Sequence[Buffer]) -> None:
         now = self.client.clock.monotonic_ns()
