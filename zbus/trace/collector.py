@@ -125,7 +125,7 @@ class Collector:
             found = self._spool.peek()
             if found is None:
                 if self._spool.full:
-                    self._rotate()
+                    self._spool.rotate()
                 return False
             if not self._to_file(*found):
                 self._retry_at = time.monotonic() + _RETRY_S
@@ -258,20 +258,23 @@ class Collector:
 
     def _store(self, raw: bytes, payload: Any = b"") -> bool:
         if self._spool.full:
-            self._rotate()
+            self._spool.rotate()
         known = self._spool.error is not None
-        if self._spool.append(raw, payload):
+        if self._introduce() and self._spool.append(raw, payload):
             return True
         if not known:
             _LOG.warning("the spool takes nothing (%s): processes keep their records", self._spool.error)
         return False
 
-    def _rotate(self) -> None:
-        """Begin a segment, with the introductions of all streams that go on: each segment can be read alone."""
-        self._spool.rotate()
-        for source in self._sources.values():
-            if not source.ended:
-                self._spool.append(wire.encode(source.lines.open))
+    def _introduce(self) -> bool:
+        """Let a new segment begin with the introductions of all streams that go on: each can be read alone."""
+        if not self._spool.fresh:
+            return True
+        opens = [wire.encode(source.lines.open) for source in self._sources.values() if not source.ended]
+        if all(self._spool.append(message) for message in opens):
+            return True
+        self._spool.rotate()  # what it holds is harmless; the next attempt begins another
+        return False
 
     def _learn(self, message: wire.Open) -> _Source:
         """Take a stream on.

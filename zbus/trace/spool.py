@@ -252,6 +252,11 @@ class Spool:
         """Whether the segment that is written should be ended: it is large, or all of it is done with."""
         return self._size >= _ROTATE or (self._size >= _IDLE_ROTATE and self._peek() is None)
 
+    @property
+    def fresh(self) -> bool:
+        """Whether the next append begins a segment."""
+        return self._fd < 0
+
     def rotate(self) -> None:
         """End the segment that is written; the next append begins another."""
         if self._fd >= 0:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 from pathlib import Path
 
 import msgspec
@@ -436,3 +437,64 @@ def test_a_scan_is_not_fooled_by_lines_that_look_like_markers(tmp_path: Path):
     found, size = scan_blocks(path)
     assert [seq for seq in range(10) if seq in found["s"]] == [1]
     assert size == path.stat().st_size
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("ZBUS_TEST_TRACE_SEEDS", "12"))))
+def test_whatever_happens_every_record_is_accounted_for(  # noqa: C901  # one story
+    short_dir: Path, disk: Disk, monkeypatch, seed: int
+):
+    """Random crashes, restarts, full disks, delays: recorded = written + pending + lost at every step, none twice."""
+    rng = random.Random(seed)
+    monkeypatch.setattr("zbus.trace.export._BACKLOG", 20_000)
+    bench = Bench(short_dir)
+    places = ("/spool/", ".spill.", "traces_0.jsonl")
+    story = []
+    try:
+        for _ in range(60):
+            act = rng.choice(("tick", "tick", "tick", "turn", "turn", "settle", "crash", "fill", "free", "double"))
+            story.append(act)
+            if act == "tick":
+                bench.tick(rng.randint(1, 30))
+            elif act == "turn":
+                bench.turn(convert=rng.random() < 0.5)
+                bench.exporter._take_answers(0.0, lambda: True)
+            elif act == "settle":
+                monkeypatch.setattr(bench.exporter, "_next_look", 0.0)
+                bench.exporter.settle()
+            elif act == "crash":
+                if bench.collector is not None:
+                    bench.crash()
+                if rng.random() < 0.8:
+                    bench.start()
+            elif act == "fill":
+                disk.full = tuple(rng.sample(places, rng.randint(1, 3)))
+            elif act == "free":
+                disk.full = ()
+            elif bench.exporter._held:
+                bench.exporter._send(rng.choice(list(bench.exporter._held.values())))
+            counts = counts_add_up(bench)
+            have = TrialFiles(short_dir).numbers
+            assert len(have) == len(set(have))
+            assert len(have) >= counts["written"], "a record that counts as written is in no file"
+        disk.full = ()
+        if bench.collector is None:
+            bench.start()
+        bench.collector._retry_at = 0.0
+        bench.meet()
+        wait_until(lambda: (bench.settle(), not TrialFiles(short_dir).spill.exists())[1], what="the end of the spill")
+        bench.end()
+        counts = counts_add_up(bench)
+        files = TrialFiles(short_dir)
+        assert counts["pending"] == 0
+        assert len(files.numbers) == counts["written"]
+        assert max(files.blocks.values(), default=0) <= 1
+        assert files.torn == 0
+        assert not files.spill.exists()
+        [end] = files.named("zbus_end")
+        assert end["args"]["recorded"] == bench.n == end["args"]["written"] + sum(end["args"]["lost"].values())
+    except BaseException:
+        print(f"seed {seed}: {' '.join(story)}")
+        raise
+    finally:
+        disk.full = ()
+        bench.close()
