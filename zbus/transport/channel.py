@@ -167,7 +167,7 @@ class Channel:
         peer = b""
         try:
             if self._router:
-                peer = bytes(frames.pop(0))
+                peer = frames.pop(0)  # type: ignore[assignment]  # short, so bytes
                 header, buffers = decode(frames)
             else:
                 header, buffers = decode(frames)

@@ -116,7 +116,8 @@ def send_gated(socket: Socket, frames: Sequence[Buffer]) -> bool:
             return bool(_get(socket, _EVENTS) & _POLLOUT) and _attempt(socket, frames, _FLAGS[1])
         except zmq.ZMQError as error:
             _fail(socket, frames, 1, error)
-    require_contiguous(frames)
+    if count != 2 or type(frames[0]) is not bytes or type(frames[1]) is not bytes:  # else a small answer of a ROUTER
+        require_contiguous(frames)
     flags = _FLAGS[count] if count < _MAX_CACHED else (_MORE,) * (count - 1) + (_DONT_WAIT,)
     if not flags:
         msg = "a message has at least one frame"
@@ -225,9 +226,8 @@ class Receiver:
             self._resync = True
             raise
         self._parts = []
-        if len(parts) == 1:
-            part = parts[0]
-            return [part.bytes if len(part) < _SMALL else part.buffer]
+        if len(parts) <= 2 and len(parts[-1]) < _SMALL and len(parts[0]) < _SMALL:  # most messages
+            return [parts[0].bytes] if len(parts) == 1 else [parts[0].bytes, parts[1].bytes]
         return [part.bytes if len(part) < _SMALL else part.buffer for part in parts]
 
     def _skip_rest(self) -> None:

@@ -158,9 +158,13 @@ class Reactor:
                 if done():
                     return True
         finally:
-            with gate:
-                if self._owner == me:
-                    self._step_down()
+            if self._owner == me:
+                # No call ends between these two, and signal handlers run where calls end: they are one step.
+                self._owner = None
+                self._leadership.release()
+                self._last_led = time.monotonic()
+                if self._followers:
+                    self._tell_followers()
 
     def poll_nowait(self) -> None:
         """Do what is ready now, unless another thread leads (it will)."""
@@ -317,13 +321,6 @@ class Reactor:
                 return False
             finally:
                 self._wanted -= 1
-
-    def _step_down(self) -> None:
-        self._owner = None
-        self._last_led = time.monotonic()
-        self._leadership.release()
-        if self._followers:
-            self._tell_followers()
 
     def _follow(self, done: Callable[[], bool], timeout_s: float) -> None:
         with self._progress:
