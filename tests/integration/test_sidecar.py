@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import json
 import signal
+import statistics
 import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+
+import pytest
 
 from sidecar_kit import TrialFiles, sidecar, traced
 from waiting import scaled, wait_until
@@ -130,3 +133,55 @@ def test_a_forked_child_has_a_stream_of_its_own(short_dir: Path):
     assert {e["pid"] for e in events} == {child}
     assert [e["name"] for e in events].count("zbus_end") == 1
     assert any(e["name"] == "zbus_block" for e in events)
+
+
+CLOCKS = """
+    trace.reset()
+    class Skewed:
+        base = time.monotonic_ns()
+        def monotonic_ns(self):
+            real = time.monotonic_ns()
+            return real + ahead + round((real - self.base) * drift)
+        def wall_ns(self):
+            return time.time_ns() + 3_000_000_000
+    role, ahead, drift = sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+    clock = Skewed()
+    if ahead:
+        import zbus.trace.tracefile, zbus.trace.export
+        zbus.trace.tracefile.boot_id = lambda: "boot of " + role
+    from zbus.trace.control import writer_of
+    config.update(flush_period_s=0.05, run_epoch_wall_ns=time.time_ns())
+    tracer = trace.configure(config, role=role, rank=0, clock=clock)
+    writer = writer_of(tracer)
+    on_sidecar()
+    for n in range(300):
+        at = clock.monotonic_ns()
+        tracer.append((1, "tick", "misc", at, "t", {"n": n, "real": time.monotonic_ns()}, None))
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.alone
+def test_clocks_of_other_hosts_are_matched_in_the_merged_trace(short_dir: Path):
+    """Hosts 5 s and 50 ppm apart, their wall clocks 3 s off: merged through the sidecar, moments agree to 50 µs."""
+    with sidecar(short_dir), ExitStack() as stack:
+        ranks = [("controller", 0, 0), ("trainer", 5_000_000_000, 5e-5), ("critic", -5_000_000_000, -5e-5)]
+        for process in [stack.enter_context(traced(short_dir, CLOCKS, *rank)) for rank in ranks]:
+            finish(process)
+    output = short_dir / "merged.json"
+    command = [sys.executable, "-m", "traceview", "merge", str(short_dir), "-o", str(output), "--json"]
+    merged = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60))
+    assert merged.returncode == 0, merged.stderr
+    report = json.loads(merged.stdout)
+    bounds = {p["role"]: p["clock_bound_us"] for p in report["processes"]}
+    roles = {p["pid"]: p["role"] for p in report["processes"]}
+    ticks = [e for e in json.loads(output.read_text())["traceEvents"] if e["name"] == "tick"]
+    apart: dict[str, list[float]] = {}
+    for tick in ticks:
+        apart.setdefault(roles[tick["pid"]], []).append(tick["ts"] - tick["args"]["real"] / 1000)
+    zero = statistics.median(apart["controller"])
+    for role in ("trainer", "critic"):
+        assert len(apart[role]) == 300
+        error = abs(statistics.median(apart[role]) - zero)
+        assert error <= 50, f"{role}: {error} µs, stated bound {bounds[role]} µs"
+        assert error <= bounds[role]
