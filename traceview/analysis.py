@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +33,6 @@ __all__ = ["diff", "report", "sessions", "stats", "stragglers", "view"]
 def _survey(inputs: tuple[str, ...], problems: Problems, options: dict[str, Any], *, quiet: bool) -> Survey:
     from traceview.survey import survey
 
-    gc.disable()  # millions of small objects and no cycles
     return survey(
         inputs,
         problems,
@@ -334,7 +332,6 @@ def diff(context: click.Context, /, before: str, after: str, **options: Any) -> 
     as_json, quiet = modes(context, options)
     limit = _percent(options["fail_over"])
     problems = ledger(quiet=quiet)
-    gc.disable()
     with errors(as_json=as_json):
         one, two = (survey([path], problems, on_progress=Progress("reading", quiet=quiet)) for path in (before, after))
     rows = compare(one, two, options["metric"])

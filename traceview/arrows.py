@@ -84,9 +84,8 @@ class Arrows:
             phase, arrow, ident = ends[number]
             span = opened[-1][1]
             if len(opened) > 1 and any(a[0] < b[0] for a, b in pairwise(opened)):  # not nested: time does not tell
-                mark = f'"call":"{ident}"'.encode()
-                if mark not in args(span):
-                    span = next((n for _, n in reversed(opened) if mark in args(n)), span)
+                marks = (f'"call":"{ident}"'.encode(), f'"call": "{ident}"'.encode())
+                span = next((n for _, n in reversed(opened) if any(mark in args(n) for mark in marks)), span)
             places.append((number, phase, arrow, span))
 
     def settle(self, *, several: bool, taken: Callable[[list[int]], set[int]]) -> tuple[list[int], list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from pathlib import Path
@@ -72,7 +71,6 @@ def merge(context: click.Context, /, inputs: tuple[str, ...], **options: Any) ->
     keep = _keep(options)
     ranks = numbers(options["ranks"])
     steps = range_of(options["steps"], "--steps") if options["steps"] else None
-    gc.disable()  # millions of small objects and no cycles
     with errors(as_json=as_json):
         output = Path(options["output"]) if options["output"] else default_output(list(inputs))
         report = merging.merge(
@@ -199,7 +197,6 @@ def convert(context: click.Context, /, inputs: tuple[str, ...], **options: Any) 
     from traceview import convert as converting
 
     as_json, quiet = modes(context, options)
-    gc.disable()
     with errors(as_json=as_json):
         output = Path(options["output"])
         form = converting.form_of(output, options["to"])

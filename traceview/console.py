@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
@@ -110,13 +111,21 @@ def warn(warned: Warned) -> None:
 
 @contextmanager
 def errors(*, as_json: bool) -> Iterator[None]:
-    """Turn errors of ours into their message and exit code."""
+    """Turn errors of ours into their message and exit code; no garbage collection meanwhile.
+
+    Millions of small objects and no cycles: the collector would only look at them again and again.
+    """
     from zbus.errors import ZbusError
 
+    collecting = gc.isenabled()
+    gc.disable()
     try:
         yield
     except ZbusError as error:
         fail(error, as_json=as_json)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def fail(error: ZbusError, *, as_json: bool) -> NoReturn:

@@ -100,6 +100,7 @@ def _run_crew(
         shares[least].append(job)
         sizes[least] += size
     found: dict[int, tuple[PartReport, int, Part]] = {}
+    problems_of: dict[int, dict[str, Any]] = {}
     running: list[tuple[subprocess.Popen[str], int]] = []
     try:
         for share in filter(None, shares):
@@ -111,7 +112,7 @@ def _run_crew(
                 told = json.loads(line)
                 if "error" in told:
                     raise OutputError(told["error"], hint=told["hint"])
-                _tell(told["problems"], problems)
+                problems_of[told["number"]] = told["problems"]
                 found[told["number"]] = (report_of(told["report"]), fd, tuple(told["part"]))
                 if on_progress is not None:
                     on_progress(len(found), len(jobs))
@@ -125,6 +126,8 @@ def _run_crew(
             process.wait()
             if process.stdout is not None:
                 process.stdout.close()
+    for job in jobs:  # in their order, whoever was first
+        _tell(problems_of[job.number], problems)
     return [found[job.number] for job in jobs]
 
 

@@ -6,7 +6,7 @@ Every text from a trace goes through ``text``; nothing else makes markup of fore
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["bars", "colour", "page", "section", "shown", "table", "text"]
 
@@ -137,8 +137,8 @@ def legend(names: Iterable[str]) -> str:
     return f'<p class="key dim">{items}</p>'
 
 
-def histogram(values: Sequence[float], fill: str, unit: str = "s") -> str:
-    """Return a histogram as SVG."""
+def histogram(values: Sequence[float], fill: str, say: Callable[[float], str]) -> str:
+    """Return a histogram as SVG; ``say`` makes a value readable."""
     if not values:
         return '<p class="dim">nothing</p>'
     low, high = min(values), max(values)
@@ -153,9 +153,9 @@ def histogram(values: Sequence[float], fill: str, unit: str = "s") -> str:
         h = 110 * number / top
         a, b = low + at * span / count, low + (at + 1) * span / count
         out.append(f'<rect x="{at * 1000 / count + 1:.1f}" y="{112 - h:.1f}" width="{1000 / count - 2:.1f}" ')
-        out.append(f'height="{h:.1f}" fill="{fill}"><title>{number} in {a:.4g} – {b:.4g} {text(unit)}</title></rect>')
-    out.append(f'<text x="0" y="130">{low:.4g} {text(unit)}</text>')
-    out.append(f'<text x="1000" y="130" text-anchor="end">{high:.4g} {text(unit)}</text></svg>')
+        out.append(f'height="{h:.1f}" fill="{fill}"><title>{number} in {text(say(a))} – {text(say(b))}</title></rect>')
+    out.append(f'<text x="0" y="130">{text(say(low))}</text>')
+    out.append(f'<text x="1000" y="130" text-anchor="end">{text(say(high))}</text></svg>')
     return "".join(out)
 
 

@@ -42,6 +42,7 @@ FORMAT: Final = 1
 
 _BATCH: Final = 4096
 _LOSS_TID: Final = -(1 << 40)
+_COUNTER_TID: Final = _LOSS_TID - 1
 _ROWS_PER_FILE: Final = 100_000
 _FIRST_TID: Final = 1_000_001
 _KEPT_ARROWS: Final = 1 << 20
@@ -316,7 +317,11 @@ class _Part:
         if not events:
             return
         lookup = self._lookup
-        thread = np.array([lookup[e.pid, e.tid] for e in events], dtype=np.int64)
+        if spans:
+            thread = np.array([lookup[e.pid, e.tid] for e in events], dtype=np.int64)
+        else:  # counters belong to the process, not to a row
+            tids = [_COUNTER_TID if e.ph == "C" else e.tid for e in events]
+            thread = np.array([lookup[e.pid, t] for e, t in zip(events, tids, strict=True)], dtype=np.int64)
         track = np.array([hash(e.track) if e.track else 0 for e in events], dtype=np.int64)
         if not spans:
             self._note_arrows(events)
@@ -721,6 +726,8 @@ class _Part:
                 report.first_us, report.last_us = process.first_ns / 1000, process.last_ns / 1000
             self._report.processes.append(report)
             for raw, thread in process.threads.items():
+                if raw == _COUNTER_TID:
+                    continue
                 name = thread.name or f"thread {raw}"
                 for row, tid in enumerate(thread.tids):
                     shown = name if not row else f"{name} ({row + 1})"

@@ -68,8 +68,8 @@ def report_page(found: Survey, problems: Problems, sessions: Sequence[Session], 
         rows = [(kind, count) for kind, count in problems.by_kind().items()]
         parts.append(section("Damage and doubts", "", table(("kind", "count"), rows)))
         parts.append(table(("code", "first places"), [(w.code, w.text) for w in problems.first]))
-    subtitle = f"{found.run or 'trace'} · {len(found.ranks)} ranks · {duration((last - first) / 1000)}"
-    return page(title or f"Run {found.run}".strip(), subtitle, parts)
+    subtitle = f"{found.files} files · {len(found.ranks)} ranks · {duration((last - first) / 1000)}"
+    return page(title or (f"Run {found.run}" if found.run else "Trace report"), subtitle, parts)
 
 
 def _summary(found: Survey, problems: Problems, late: int) -> str:
@@ -176,7 +176,9 @@ def _session_parts(sessions: Sequence[Session], *, per_rank: bool) -> list[str]:
     rows: list[Sequence[Any]] = [(r["role"], r["status"], r["reason"], r["count"]) for r in found.status]
     parts.append(section("Outcomes", "", table(("role", "status", "reason", "count"), rows)))
     totals = [s.total_s for s in sessions if s.total_s is not None]
-    parts.append(section("Distribution of session length", "", histogram(totals, "#4c78a8")))
+    parts.append(
+        section("Distribution of session length", "", histogram(totals, "#4c78a8", lambda s: duration(s * 1e6)))
+    )
     if found.by_step:
         note = "a session belongs to the step it ended in, by recorded step markers"
         parts.append(section("Per step", note, table(("step", *heads), body(found.by_step, "step"))))

@@ -174,6 +174,9 @@ def survey(
         _File(choice, found, finders).read(problems)
         if on_progress is not None:
             on_progress(count, len(choices))
+    if len(choices) == 1:
+        for rank in found.ranks.values():  # a merged file: its ranks were put on one clock before
+            rank.clock, rank.clock_bound_us = "shared", 0.0
     controller = finders[True].steps()
     found.steps = controller if controller.windows else finders[False].steps()
     return found

@@ -41,7 +41,12 @@ def hostile_tree(root: Path) -> None:
             for at, name in enumerate(HOSTILE):
                 span = {"name": name, "cat": name, "ph": "X", "ts": step * 1e4 + at * 900, "dur": 800 + rank * 50}
                 records.append({**span, "pid": 7, "tid": 7, "args": {name: name, "step": step}})
-        names = {"name": "process_name", "ph": "M", "pid": 7, "args": {"name": HOSTILE[0], "role": HOSTILE[1], "rank": rank}}
+        names = {
+            "name": "process_name",
+            "ph": "M",
+            "pid": 7,
+            "args": {"name": HOSTILE[0], "role": HOSTILE[1], "rank": rank},
+        }
         threads = {"name": "thread_name", "ph": "M", "pid": 7, "tid": 7, "args": {"name": HOSTILE[2]}}
         put(root / "traces" / "actor" / f"traces_{rank}.jsonl", [names, threads, *records])
         sessions = []
