@@ -60,7 +60,7 @@ class Origin:
 def error_of(outcome: Outcome, origin: Origin) -> CallError:
     """Make the error for an outcome other than OK. Reads the worker's facts, so never call it under a lock."""
     facts = origin.roster.facts(origin.peer)
-    if outcome.kind is OutcomeKind.APP_ERROR:
+    if outcome.kind is OutcomeKind.APP_ERROR and not outcome.reason:
         return _remote(outcome, origin, facts)
     cls, text, more = _kind(outcome, origin)
     name = origin.peer.name
@@ -174,6 +174,11 @@ def _kind(outcome: Outcome, origin: Origin) -> tuple[type[CallError], str, dict[
     who = f"{name.role}.{origin.method} on rank {name.rank}"
     why = f": {outcome.evidence}" if outcome.evidence else ""
     ran = outcome.kind is OutcomeKind.UNKNOWN
+    if outcome.kind is OutcomeKind.APP_ERROR:  # it followed our wish to end
+        if outcome.reason == "deadline":
+            limit = "" if origin.deadline_s is None else f" of {origin.deadline_s:g} s"
+            return CallTimeout, f"{who} passed its deadline{limit} while it ran, and was stopped", {}
+        return CallCancelled, f"{who} was stopped by its cancel while it ran", {}
     if outcome.kind is OutcomeKind.CANCELLED:
         return CallCancelled, f"{who} was cancelled before it started{why}", {}
     if outcome.reason == "deadline":

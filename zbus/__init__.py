@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from zbus.errors import BatchError as BatchError
     from zbus.errors import CallCancelled as CallCancelled
     from zbus.errors import CallError as CallError
+    from zbus.errors import CallStopped as CallStopped
     from zbus.errors import CallTimeout as CallTimeout
     from zbus.errors import CodecError as CodecError
     from zbus.errors import ConfigError as ConfigError
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from zbus.errors import WorkerLost as WorkerLost
     from zbus.errors import ZbusError as ZbusError
     from zbus.runtime.context import Context as Context
+    from zbus.runtime.stopping import checkpoint as checkpoint
     from zbus.trace import counter as counter
     from zbus.trace import flow as flow
     from zbus.trace import instant as instant
@@ -80,6 +82,7 @@ _HOMES: Final = {
         "BatchError",
         "CallCancelled",
         "CallError",
+        "CallStopped",
         "CallTimeout",
         "CodecError",
         "ConfigError",
@@ -99,6 +102,7 @@ _HOMES: Final = {
         "ZbusError",
     ),
     "zbus.runtime.context": ("Context",),
+    "zbus.runtime.stopping": ("checkpoint",),
     "zbus.trace": ("counter", "flow", "instant", "span", "traced"),
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}

@@ -267,8 +267,25 @@ class WorkerLost(OutcomeUnknown):
         return f"{self.message}: {'; '.join(told)}" if told else self.message
 
 
+class CallStopped(BaseException):
+    """Raised inside a running method by ``zbus.checkpoint``: its caller cancelled it, or its deadline has passed.
+
+    Not an ``Exception``, so that ``except Exception`` in a method does not keep it going.
+
+    Attributes:
+        reason: ``cancelled`` or ``deadline``.
+        method: Endpoint name.
+    """
+
+    def __init__(self, reason: str, method: str) -> None:
+        why = "its deadline has passed" if reason == "deadline" else "its caller cancelled it"
+        super().__init__(f"`{method}` was stopped: {why}")
+        self.reason = reason
+        self.method = method
+
+
 class CallCancelled(CallError):
-    """Cancelled before start."""
+    """Cancelled: before it started (``outcome`` CANCELLED), or stopped at a checkpoint (``outcome`` APP_ERROR)."""
 
     code = "ZB0406"
 

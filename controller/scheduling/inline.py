@@ -8,7 +8,6 @@ in a second thread. Engines that join a torch process group of more than one ran
 
 from __future__ import annotations
 
-import asyncio
 import bdb
 import enum
 import itertools
@@ -54,24 +53,6 @@ class _InlineExecutor(Executor):
     """The worker's executor, but a Ctrl-C or a quit of pdb inside an endpoint is the caller's: it is raised there."""
 
     interrupt: BaseException | None = None
-
-    def cancel(self, effect: CancelRunning) -> None:
-        """Cancel on the loop itself, after a start that is on its way there."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(super().cancel, effect)
-
-    def _run_loop(self) -> None:
-        """Run the loop, and end it in order: in this process other things go on after it."""
-        super()._run_loop()
-        loop = self._loop
-        if loop is None:
-            return
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
 
     def _fail(self, request: Execute, index: int, method: Any, error: BaseException, *rest: Any, **more: Any) -> None:
         if isinstance(error, KeyboardInterrupt | bdb.BdbQuit):
@@ -552,6 +533,9 @@ class InlineRuntime:
 _KINDS: Final = {
     Status.OK: (OutcomeKind.OK, "", ""),
     Status.APP_ERROR: (OutcomeKind.APP_ERROR, "", ""),
+    Status.STOPPED: (OutcomeKind.APP_ERROR, "cancelled", "it had started and was stopped at a checkpoint"),
+    Status.CANCELLED: (OutcomeKind.CANCELLED, "cancelled", "it had not begun"),
+    Status.EXPIRED: (OutcomeKind.NOT_EXECUTED, "deadline", "expired before it started"),
     Status.PREDECESSOR: (OutcomeKind.NOT_EXECUTED, "predecessor", "an earlier call of the same batch failed"),
 }
 

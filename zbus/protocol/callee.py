@@ -630,7 +630,7 @@ class Callee:
         effects.append(
             Execute(
                 session_id, lane.name, run.seq, run.calls, run.buffers,
-                None if run.deadline_ns == _NEVER else run.deadline_ns,
+                None if run.deadline_ns == _NEVER or run.together else run.deadline_ns,  # GO was in time
                 run.trace, run.strict, run.attempt, run.arrived_ns, session.epoch,
             )
         )  # fmt: skip
@@ -800,4 +800,4 @@ class Callee:
 
 def _ran(header: Header) -> bool:
     """Tell whether a reply says that its call ran."""
-    return header.kind in (Kind.RESULT, Kind.END) or header.status == Status.APP_ERROR
+    return header.kind in (Kind.RESULT, Kind.END) or header.status in (Status.APP_ERROR, Status.STOPPED)

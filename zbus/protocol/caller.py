@@ -69,9 +69,10 @@ class Timing:
         probe_received: Silence after the callee said it has the request (it may run for hours).
         probe_max: Ceiling of the exponential back-off.
         cancel_grace: How long an expired call waits for the callee's word on whether it started.
+        stop_grace: How long, of that, it waits for a running method that was told to stop.
     """
 
-    __slots__ = ("cancel_grace", "probe_first", "probe_max", "probe_received")
+    __slots__ = ("cancel_grace", "probe_first", "probe_max", "probe_received", "stop_grace")
 
     def __init__(
         self,
@@ -80,11 +81,13 @@ class Timing:
         probe_received: int = 5_000 * _MS,
         probe_max: int = 30_000 * _MS,
         cancel_grace: int = 1_000 * _MS,
+        stop_grace: int = 200 * _MS,
     ) -> None:
         self.probe_first = probe_first
         self.probe_received = probe_received
         self.probe_max = probe_max
         self.cancel_grace = cancel_grace
+        self.stop_grace = stop_grace
 
 
 class RequestState(enum.Enum):
@@ -118,6 +121,7 @@ class _Request:
     attempts = 0
     probe_ns = _NEVER
     probe_gap = 0
+    told = False  # the callee said that it runs, after it was asked to stop it
     together = 0  # 0: starts when it arrives; else see _HOLDS and _RELEASED
 
     def __init__(  # private, hot path
@@ -447,14 +451,12 @@ class CallerLane:
             if request.deadline_ns <= now and request.open_calls:
                 self._expire(request, now, effects)
             if request.give_up_ns <= now and request.open_calls:
+                words = f"no word from the worker; {self._whereabouts(request)}"
+                if request.told:
+                    words = "started, still running at its deadline"
                 self._finish_all(
-                    request,
-                    Outcome(
-                        OutcomeKind.UNKNOWN, None, "deadline", f"no word from the worker; {self._whereabouts(request)}",
-                        request.attempts,
-                    ),
-                    effects,
-                )  # fmt: skip
+                    request, Outcome(OutcomeKind.UNKNOWN, None, "deadline", words, request.attempts), effects
+                )
             if request.probe_ns <= now and self.connected:
                 self._probe(request, now, effects)
         self._pump(now, effects)
@@ -634,6 +636,7 @@ class CallerLane:
         Status.CANCELLED: (OutcomeKind.CANCELLED, "cancelled", ""),
         Status.EXPIRED: (OutcomeKind.NOT_EXECUTED, "deadline", "expired before it started"),
         Status.PREDECESSOR: (OutcomeKind.NOT_EXECUTED, "predecessor", "a call before it in its batch failed"),
+        Status.STOPPED: (OutcomeKind.APP_ERROR, "cancelled", "it had started and was stopped at a checkpoint"),
         Status.EVICTED: (OutcomeKind.UNKNOWN, "evicted", "the worker no longer has its answer"),
         Status.SHUTDOWN: (OutcomeKind.NOT_EXECUTED, "shutdown", "the worker starts nothing more"),
         Status.UNKNOWN_LANE: (OutcomeKind.NOT_EXECUTED, "protocol", "the worker has no such lane"),
@@ -650,6 +653,10 @@ class CallerLane:
                 kind, reason = OutcomeKind.CANCELLED, "cancelled"
             else:
                 kind, reason = OutcomeKind.NOT_EXECUTED, "deadline"
+        elif header.status == Status.STOPPED:
+            request = self._find(header.seq)
+            if request is not None and not request.cancelled:
+                reason = "deadline"
         self._on_reply(header, kind, buffers, reason, evidence, now, effects)
 
     def _on_progress(self, header: Header, now: int, effects: list[Effect]) -> None:
@@ -668,12 +675,10 @@ class CallerLane:
             elif request.together == _RELEASED:
                 self._set_probe(request, now + self.timing.probe_first)  # said before GO came; or GO was lost
         if request.give_up_ns != _NEVER and header.status == Status.RUNNING and request.open_calls:
-            self._finish_all(
-                request,
-                Outcome(OutcomeKind.UNKNOWN, None, "deadline", "started, still running at its deadline",
-                        request.attempts),
-                effects,
-            )  # fmt: skip
+            # It was told; a method that asks will end in a moment, and its word is better than ours.
+            request.told = True
+            request.give_up_ns = min(request.give_up_ns, now + self.timing.stop_grace)
+            self._next_due = min(self._next_due, request.give_up_ns)
 
     def _on_nack(self, header: Header, now: int, effects: list[Effect]) -> None:
         if header.status == Status.GAP:

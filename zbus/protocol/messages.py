@@ -74,6 +74,7 @@ class Status(enum.IntEnum):
     PREDECESSOR = 6
     EVICTED = 7
     SHUTDOWN = 8
+    STOPPED = 9
     # PROGRESS: where the call is
     HELD = 10
     QUEUED = 11
@@ -129,7 +130,8 @@ class Outcome(NamedTuple):
     Attributes:
         kind: See ``OutcomeKind``.
         payload: Encoded result (OK) or encoded exception description (APP_ERROR); None otherwise.
-        reason: Why, for the other kinds: ``deadline``, ``worker_exit``, ``lease``, ``predecessor``, ``fenced``,
+        reason: Why, for the other kinds (and for an APP_ERROR that ``cancelled`` or ``deadline`` brought about at a
+            checkpoint): ``deadline``, ``worker_exit``, ``lease``, ``predecessor``, ``fenced``,
             ``evicted``, ``cancelled``, ``shutdown``, ``protocol``, ``not_sent``, ``gang`` (another rank of a call
             that starts together was lost before the start).
         evidence: One plain sentence for a person, such as "began, no end".

@@ -10,6 +10,7 @@ worker lives on.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import sys
@@ -26,14 +27,19 @@ from zbus import failpoints
 from zbus.codec import decode_calls, encode
 from zbus.codec.exceptions import describe_exception
 from zbus.engine import EndpointSpec, Engine
+from zbus.errors import CallStopped
 from zbus.protocol.journal import LaneRing
 from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Status, StreamCredit
+from zbus.runtime.stopping import CurrentCall, running, task_call
 from zbus.trace.tracer import get_tracer
 
 if TYPE_CHECKING:  # an agent starts with this module, runs nothing async, and importing it takes a sixth of its start
     import asyncio
 
-__all__ = ["STREAM_WINDOW", "Answers", "Builtin", "CurrentCall", "Executor"]
+__all__ = ["STREAM_WINDOW", "Answers", "Builtin", "Executor"]
+
+_LOOP_END_S: Final = 1.0
+"""How long async calls that still run have to end when the loop does."""
 
 STREAM_WINDOW: Final = 64
 """Items a stream may run ahead of what its caller has taken."""
@@ -51,18 +57,6 @@ class Answers(Protocol):
 
     def chunk(self, request: Execute, number: int, buffers: Buffers) -> None:
         """Send one item of a stream."""
-
-
-class CurrentCall:
-    """The call that a lane runs now, for status and death reports."""
-
-    __slots__ = ("lane", "method", "seq", "since_ns")
-
-    def __init__(self, lane: str, method: str, seq: int, since_ns: int) -> None:
-        self.lane = lane
-        self.method = method
-        self.seq = seq
-        self.since_ns = since_ns
 
 
 class _Stream:
@@ -83,7 +77,8 @@ class _Stream:
     def grant(self, acked: int) -> None:
         self.acked = acked
         if self.loop is not None and self.loop_event is not None:
-            self.loop.call_soon_threadsafe(self.loop_event.set)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
+                self.loop.call_soon_threadsafe(self.loop_event.set)
         else:
             self.event.set()
 
@@ -120,9 +115,11 @@ class Executor:
         self._async_lanes: frozenset[str] = frozenset()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pools: dict[str, ThreadPoolExecutor] = {"ctl": ThreadPoolExecutor(4, "zbus-ctl")}
-        self._tasks: dict[tuple[bytes, str, int], asyncio.Task[None]] = {}
+        self._tasks: dict[tuple[bytes, str, int], asyncio.Task[None]] = {}  # those that have begun
+        self._waiting: set[asyncio.Task[None]] = set()  # all: a loop keeps only weak references
         self._streams: dict[tuple[bytes, str, int], _Stream] = {}
-        self._current: dict[int, CurrentCall] = {}
+        self._unwanted: set[tuple[bytes, str, int]] = set()  # requests that are not to go on; gone with their end
+        self._closed = False
         self._recent: deque[tuple[int, str, bytes, str]] = deque(maxlen=512)
         self.done = 0
         self.failed = 0
@@ -159,9 +156,10 @@ class Executor:
     def current_calls(self) -> list[dict[str, Any]]:
         """Return what runs now: method, lane, seq, age in seconds; oldest first."""
         now = time.monotonic_ns()
-        calls = sorted(self._current.copy().values(), key=lambda call: call.since_ns)
+        mine = {call for call in running.copy().values() if call.owner is self}
+        calls = sorted(mine, key=lambda call: call.since_ns)
         return [
-            {"method": c.method, "lane": c.lane, "seq": c.seq, "age_s": round((now - c.since_ns) / 1e9, 3)}
+            {"method": c.method, "lane": c.request.lane, "seq": c.seq, "age_s": round((now - c.since_ns) / 1e9, 3)}
             for c in calls
         ]
 
@@ -175,7 +173,7 @@ class Executor:
         """Hand a request of another lane to where it runs. Quick; called under the server's lock."""
         lane = request.lane
         if lane in self._async_lanes and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._start_task, request)
+            self._soon(self._start_task, request)
             return
         pool = self._pools.get(lane)
         if pool is None:
@@ -184,10 +182,21 @@ class Executor:
         pool.submit(self._run, request)
 
     def cancel(self, effect: CancelRunning) -> None:
-        """Cancel a running async request; a sync one runs on (cooperative cancel is the method's business)."""
-        task = self._tasks.get((effect.session, effect.lane, effect.seq))
-        if task is not None and self._loop is not None:
-            self._loop.call_soon_threadsafe(task.cancel)
+        """Stop a request where it allows it: async at its ``await``, sync at ``zbus.checkpoint``.
+
+        What of it has not begun here will not begin. Called while the callee has it as running, so before its end.
+        """
+        key = (effect.session, effect.lane, effect.seq)
+        self._unwanted.add(key)
+        if effect.lane in self._async_lanes:
+            self._soon(self._cancel_task, key)
+        stream = self._streams.get(key)
+        if stream is not None:
+            stream.grant(stream.acked)  # it may wait for credit
+
+    def is_stopped(self, request: Execute) -> bool:
+        """Tell whether the caller of a request no longer wants it. Any thread."""
+        return bool(self._unwanted) and (request.session, request.lane, request.seq) in self._unwanted
 
     def credit(self, effect: StreamCredit) -> None:
         """Let a stream run on."""
@@ -199,8 +208,9 @@ class Executor:
         """Stop the pools and the loop without waiting for what still runs."""
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
+        self._closed = True
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._soon(self._loop.stop)
 
     # -- running, sync -------------------------------------------------------------------------------------------
 
@@ -212,23 +222,39 @@ class Executor:
         decoded = time.monotonic_ns()
         if request.calls == 1:
             method, args, kwargs = calls[0]
-            self._run_one(request, 0, method, args, kwargs, started, decoded)
-            return
-        poisoned = False
-        for index, (method, args, kwargs) in enumerate(calls):
-            if poisoned:
-                self._answers.finish(request, index, Kind.FAILURE, Status.PREDECESSOR, ())
-                continue
-            ok = self._run_one(request, index, method, args, kwargs, started, decoded)
-            poisoned = request.strict and not ok
-            started = decoded = time.monotonic_ns()
+            if not self._refused(request, 0, decoded):
+                self._run_one(request, 0, method, args, kwargs, started, decoded)
+        else:
+            poisoned = False
+            for index, (method, args, kwargs) in enumerate(calls):
+                if poisoned:
+                    self._answers.finish(request, index, Kind.FAILURE, Status.PREDECESSOR, ())
+                    continue
+                if self._refused(request, index, decoded):
+                    poisoned = request.strict
+                    continue
+                ok = self._run_one(request, index, method, args, kwargs, started, decoded)
+                poisoned = request.strict and not ok
+                started = decoded = time.monotonic_ns()
+        if self._unwanted:
+            self._unwanted.discard((request.session, request.lane, request.seq))
+
+    def _refused(self, request: Execute, index: int, now: int) -> bool:
+        """Answer a call that is not to begin any more, and say so."""
+        if self._unwanted and self.is_stopped(request):
+            self._answers.finish(request, index, Kind.FAILURE, Status.CANCELLED, ())
+            return True
+        if request.deadline_ns is not None and now >= request.deadline_ns:
+            self._answers.finish(request, index, Kind.FAILURE, Status.EXPIRED, ())
+            return True
+        return False
 
     def _run_one(  # private, one caller, hot path
         self, request: Execute, index: int, method: Any, args: Any, kwargs: Any, started: int, decoded: int
     ) -> bool:
         seq = request.seq + index
         key = threading.get_ident()
-        self._current[key] = CurrentCall(request.lane, method, seq, decoded)
+        running[key] = CurrentCall(self, request, method, seq, decoded)
         ring, trap = self._watched(request)
         try:
             function = self._resolve(request, method)
@@ -257,7 +283,7 @@ class Executor:
             self._fail(request, index, method, error, started, decoded)
             return False
         finally:
-            self._current.pop(key, None)
+            running.pop(key, None)
         self._answers.finish(request, index, Kind.RESULT, Status.OK, frames)
         self._record(request, seq, method, started, decoded, ended, "OK")
         self.done += 1
@@ -272,8 +298,14 @@ class Executor:
             for item in items:
                 while number >= stream.acked + STREAM_WINDOW:
                     stream.event.clear()
+                    if self._unwanted and self.is_stopped(request):
+                        reason = "cancelled"
+                        raise CallStopped(reason, method)
                     if number >= stream.acked + STREAM_WINDOW:
                         stream.event.wait(1.0)
+                if self._unwanted and self.is_stopped(request):
+                    reason = "cancelled"
+                    raise CallStopped(reason, method)
                 self._answers.chunk(request, number, encode(item, snapshot=True))
                 number += 1
             if trap is not None:
@@ -300,18 +332,49 @@ class Executor:
             import asyncio
 
             asyncio.set_event_loop(loop)
-            loop.run_forever()
+            try:
+                loop.run_forever()
+                tasks = asyncio.all_tasks(loop)
+                for task in tasks:
+                    task.cancel()
+                if tasks:
+                    loop.run_until_complete(asyncio.wait(tasks, timeout=_LOOP_END_S))
+                loop.run_until_complete(loop.shutdown_asyncgens())
+            finally:
+                loop.close()
+
+    def _soon(self, function: Callable[..., object], *args: Any) -> None:
+        """Call on the loop's thread; nothing once the loop is closed."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(function, *args)
 
     def _start_task(self, request: Execute) -> None:
-        loop = self._loop
-        if loop is None:
-            return
-        task = loop.create_task(self._run_async(request), name=f"{request.lane}.{request.seq}")
-        key = (request.session, request.lane, request.seq)
-        self._tasks[key] = task
-        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+        if self._loop is not None:
+            task = self._loop.create_task(self._run_async(request), name=f"{request.lane}.{request.seq}")
+            self._waiting.add(task)
+            task.add_done_callback(self._waiting.discard)
+
+    def _cancel_task(self, key: tuple[bytes, str, int]) -> None:
+        """Cancel what has begun; what has not looks at ``_unwanted`` first. On the loop."""
+        task = self._tasks.get(key)
+        if task is not None:
+            task.cancel()
 
     async def _run_async(self, request: Execute) -> None:
+        import asyncio
+
+        key = (request.session, request.lane, request.seq)
+        task = asyncio.current_task()
+        if task is not None:  # from here on a cancel reaches code that answers it; before, the task would just vanish
+            self._tasks[key] = task
+        try:
+            await self._run_calls(request)
+        finally:
+            self._tasks.pop(key, None)
+            self._unwanted.discard(key)
+
+    async def _run_calls(self, request: Execute) -> None:
         started = time.monotonic_ns()
         calls = self._decode(request)
         if calls is None:
@@ -322,6 +385,9 @@ class Executor:
             if poisoned:
                 self._answers.finish(request, index, Kind.FAILURE, Status.PREDECESSOR, ())
                 continue
+            if self._refused(request, index, decoded):
+                poisoned = request.strict
+                continue
             ok = await self._run_one_async(request, index, method, args, kwargs, started, decoded)
             poisoned = request.strict and not ok
             started = decoded = time.monotonic_ns()
@@ -330,17 +396,15 @@ class Executor:
         self, request: Execute, index: int, method: Any, args: Any, kwargs: Any, started: int, decoded: int
     ) -> bool:
         seq = request.seq + index
-        call = CurrentCall(request.lane, method, seq, decoded)
-        self._current[id(call)] = call
+        call = CurrentCall(self, request, method, seq, decoded)
+        running[id(call)] = call
+        task_call.set(call)
         ring, trap = self._watched(request)
         try:
             function = self._resolve(request, method)
             spec = self._table.get(method)
             if spec is not None and not spec.is_async:
-                import asyncio
-
-                loop = asyncio.get_running_loop()
-                value = await loop.run_in_executor(None, self._run_in_pool, request, seq, function, args, kwargs)
+                value = await self._run_beside(request, call, function, args, kwargs)
             else:
                 if trap is not None:
                     trap("before_exec")
@@ -368,14 +432,42 @@ class Executor:
             self._fail(request, index, method, error, started, decoded)
             return False
         finally:
-            self._current.pop(id(call), None)
+            running.pop(id(call), None)
         self._answers.finish(request, index, Kind.RESULT, Status.OK, frames)
         self._record(request, seq, method, started, decoded, ended, "OK")
         self.done += 1
         return True
 
-    def _run_in_pool(self, request: Execute, seq: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a sync endpoint of an async lane; a pool's thread, which goes on when the call is cancelled."""
+    async def _run_beside(
+        self, request: Execute, call: CurrentCall, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run a sync endpoint of an async lane on a thread, and wait for its end even when cancelled.
+
+        A thread cannot be ended: it sees the cancel at its next ``checkpoint``, and until then it does run.
+        """
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        ended = loop.run_in_executor(None, self._run_in_pool, request, call, function, args, kwargs)
+        while True:
+            try:
+                return await asyncio.shield(ended)
+            except asyncio.CancelledError:
+                if self._closed or ended.cancelled():
+                    raise
+
+    def _run_in_pool(
+        self, request: Execute, call: CurrentCall, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run a sync endpoint of an async lane, on a pool's thread."""
+        seq, key = call.seq, threading.get_ident()
+        running[key] = call
+        try:
+            return self._run_journalled(request, seq, function, args, kwargs)
+        finally:
+            running.pop(key, None)
+
+    def _run_journalled(self, request: Execute, seq: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         ring, trap = self._watched(request)
         if trap is not None:
             trap("before_exec")
@@ -486,16 +578,29 @@ class Executor:
         chunks: int = 0,
         kind: Kind = Kind.FAILURE,
     ) -> None:
+        if self._closed:
+            return  # nobody takes answers any more
         ended = time.monotonic_ns()
         self.failed += 1
+        stopped = self._is_stop(request, error)
         frames = encode(describe_exception(error))
-        self._answers.finish(request, index, kind, Status.APP_ERROR, frames, chunks=chunks)
+        status = Status.STOPPED if stopped else Status.APP_ERROR
+        self._answers.finish(request, index, kind, status, frames, chunks=chunks)
         self._record(request, request.seq + index, str(method), started, decoded, ended, "APP_ERROR")
+        if stopped:
+            print(f"zbus: {self.name} {method!r} was stopped before its end", file=sys.stderr)  # the log  # noqa: T201
+            return
         try:
             print(f"zbus: {self.name} {method!r} raised:", file=sys.stderr)  # stderr is the worker's log  # noqa: T201
             traceback.print_exception(error)
         except BaseException:  # a repr or str that raises: the log has what was written so far  # noqa: BLE001
             print("  (its text cannot be shown)", file=sys.stderr)  # as above  # noqa: T201
+
+    def _is_stop(self, request: Execute, error: BaseException) -> bool:
+        """Tell whether an error is how a method followed its caller's wish to end."""
+        if isinstance(error, CallStopped):
+            return True
+        return type(error).__name__ == "CancelledError" and self.is_stopped(request)
 
     def _record(  # private, hot path
         self, request: Execute, seq: int, method: str, started: int, decoded: int, ended: int, outcome: str

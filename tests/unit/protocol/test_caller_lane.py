@@ -251,12 +251,34 @@ def test_a_deadline_after_it_was_sent_asks_and_takes_the_answer():
         (Kind.FAILURE, Status.CANCELLED, "finish 0 NOT_EXECUTED deadline"),
         (Kind.FAILURE, Status.EXPIRED, "finish 0 NOT_EXECUTED deadline"),
         (Kind.RESULT, Status.OK, "finish 0 OK"),
-        (Kind.PROGRESS, Status.RUNNING, "finish 0 UNKNOWN deadline"),
+        (Kind.FAILURE, Status.STOPPED, "finish 0 APP_ERROR deadline"),
     ):
         lane = caller()
         place(lane, deadline=50 * MS)
         assert timer(lane, 50 * MS) == ["CANCEL 0"]
         assert hear(lane, kind, 0, status, now=60 * MS) == [outcome]
+
+
+def test_a_method_that_runs_at_its_deadline_has_a_moment_to_stop():
+    """A worker that says it runs is waited for shortly: its word that it stopped is exact, ours is UNKNOWN."""
+    lane = caller()
+    place(lane, deadline=50 * MS)
+    timer(lane, 50 * MS)
+    assert hear(lane, Kind.PROGRESS, 0, Status.RUNNING, now=60 * MS) == []
+    assert hear(lane, Kind.FAILURE, 0, Status.STOPPED, now=61 * MS) == ["finish 0 APP_ERROR deadline"]
+    lane = caller()
+    place(lane, deadline=50 * MS)
+    timer(lane, 50 * MS)
+    hear(lane, Kind.PROGRESS, 0, Status.RUNNING, now=60 * MS)
+    assert "finish 0 UNKNOWN deadline" in timer(lane, 60 * MS + TIMING.stop_grace)
+
+
+def test_a_stop_says_who_asked_for_it():
+    """After the user's cancel a stopped method reads cancelled, with its outcome APP_ERROR: it had started."""
+    lane = caller()
+    place(lane)
+    lane.cancel(0, 5)
+    assert hear(lane, Kind.FAILURE, 0, Status.STOPPED) == ["finish 0 APP_ERROR cancelled"]
 
 
 def test_no_answer_after_a_deadline_is_unknown_at_the_end_of_the_grace():

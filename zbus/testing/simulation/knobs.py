@@ -59,6 +59,7 @@ class Knobs:
         journal: Workers keep a crash journal, which is read after their death.
         together: Share of requests to several workers that start together.
         crash_sends: Controllers that die between two of their messages.
+        cooperative: Running calls end when they are cancelled.
     """
 
     workers: int
@@ -99,6 +100,7 @@ class Knobs:
     journal: bool
     together: float
     crash_sends: int
+    cooperative: bool
 
     @property
     def faultless(self) -> bool:
@@ -181,6 +183,7 @@ def draw(rng: Random, later: Random, size: str = "small") -> Knobs:
         same_address=r() < 0.5,
         wire=r() < 0.1,
         journal=r() < 0.5,
-        together=more() if more() < 0.3 else 0.0,
-        crash_sends=int(not calm and more() < 0.06),
+        together=more() if more() < 0.25 else 0.0,
+        crash_sends=int(not calm and more() < 0.05),
+        cooperative=more() < 0.12,
     )

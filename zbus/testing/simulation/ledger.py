@@ -233,6 +233,8 @@ class Ledger:
             if outcome.reason == "deadline" and (call.deadline is None or now < call.deadline):
                 broken("I6", f"{call!r} is told UNKNOWN(deadline) before its deadline")
         else:
+            if outcome.reason == "cancelled" and not call.cancelled:
+                broken("I4", f"{call!r} was stopped by a cancel, nobody asked")
             payload = b"" if not outcome.payload else bytes(outcome.payload[0])
             if (call.started, call.ended) != (1, 1) or call.result != (kind, payload):
                 broken(
@@ -258,7 +260,7 @@ class Ledger:
                 call = self.calls[key]
                 kept.add(key)
                 self.covered["orphan"] += 1
-                ran = header.kind in (Kind.RESULT, Kind.END) or header.status == Status.APP_ERROR
+                ran = header.kind in (Kind.RESULT, Kind.END) or header.status in (Status.APP_ERROR, Status.STOPPED)
                 if ran != bool(call.ended) or (call.result and call.result[1] != bytes(buffers[0])):
                     broken("P8", f"{call!r} is kept as {header}, it ended with {call.result}")
         for key, call in self.calls.items():

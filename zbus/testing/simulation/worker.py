@@ -226,7 +226,7 @@ class SimWorker:
     def _step(self, running: _Running) -> None:
         """Go on with a running call: the next item of a stream, or its end."""
         world = self.world
-        if not self.alive:
+        if not self.alive or running.index == len(running.calls):  # it was stopped before
             return
         if self.paused_until > world.now:
             world.at(self.paused_until, self._step, running)
@@ -248,6 +248,8 @@ class SimWorker:
     def _end_call(self, running: _Running, call: Call) -> None:
         world = self.world
         failed = world.random() < world.knobs.app_error
+        stopped = running.cancelled and world.knobs.cooperative
+        failed = failed or stopped
         kind = OutcomeKind.APP_ERROR if failed else OutcomeKind.OK
         result = b"%s=%d" % (call.token, call.index)
         call.said = running.sent
@@ -257,12 +259,15 @@ class SimWorker:
             (ring.raised if failed else ring.end)(call.key[3])
         if world.story is not None:
             world.tell(f"{self} ends {call!r} with {kind.value}")
-        status = Status.APP_ERROR if failed else Status.OK
+        status = Status.STOPPED if stopped else Status.APP_ERROR if failed else Status.OK
         word = Kind.END if call.stream else Kind.FAILURE if failed else Kind.RESULT
         self._answer(running, word, status, (result,))
         if running.request.strict and failed:
             running.poisoned = True
         while self.alive and running.index < len(running.calls):
+            if running.cancelled and world.knobs.cooperative:
+                self._answer(running, Kind.FAILURE, Status.CANCELLED, ())
+                continue
             if not running.poisoned:
                 self._start_call(running)
                 return
@@ -286,7 +291,11 @@ class SimWorker:
         self.world.covered["cancel of a running call"] += 1
         if running is not None:
             running.cancelled = True
-            if running.waiting:
+            if self.world.knobs.cooperative:
+                running.items = running.sent
+                running.waiting = False
+                self.world.after(0, self._step, running)
+            elif running.waiting:
                 running.waiting = False
                 running.items = running.sent
                 self.world.after(0, self._step, running)

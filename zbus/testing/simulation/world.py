@@ -24,12 +24,14 @@ from zbus.testing.simulation.worker import SimWorker
 
 __all__ = ["World"]
 
-_TIMING: Final = Timing(probe_first=60 * MS, probe_received=150 * MS, probe_max=500 * MS, cancel_grace=60 * MS)
+_TIMING: Final = Timing(
+    probe_first=60 * MS, probe_received=150 * MS, probe_max=500 * MS, cancel_grace=60 * MS, stop_grace=15 * MS
+)
 _HELLO_EVERY: Final = 120 * MS
 _QUIET: Final = 40 * MS
 _PATIENCE: Final = 60_000 * MS
 _MAX_EVENTS: Final = 60_000
-_LATER: Final = 0x4A7138
+_LATER: Final = 0x2CB78E
 """Salt of the generator of what was added later; chosen so that it is off in the runs of the corpus."""
 
 
@@ -398,6 +400,8 @@ class World:
     def _pause(self) -> None:
         nodes: list[SimController | SimWorker] = [*self.controllers, *self.workers]
         nodes = [node for node in nodes if node.alive]
+        if not nodes:
+            return
         node = nodes[int(self.random() * len(nodes))]
         node.paused_until = max(node.paused_until, self.now + int(self.random() * 300 * MS))
         self.covered["fault", f"pause of a {type(node).__name__[3:].lower()}"] += 1
