@@ -80,10 +80,16 @@ def run_sidecar(
         OSError: The trace root cannot be written.
     """
     from zbus.registry.file import FileRegistry
+    from zbus.runtime.processes import is_alive, start_time
     from zbus.trace.collector import Collector
     from zbus.trace.export import SIDECAR_KEY
     from zbus.transport.endpoints import RuntimeDir
     from zbus.transport.sockets import SocketFactory
+
+    born = None if parent is None else start_time(parent)
+
+    def parent_gone() -> bool:
+        return parent is not None and (born is None or not is_alive(parent, born))
 
     factory = SocketFactory(max_sockets=64)
     collector = Collector(trial / "traces", factory)
@@ -98,7 +104,7 @@ def run_sidecar(
         registry.put(SIDECAR_KEY, value)
         try:
             on_ready(endpoints)
-            collector.serve(lambda: stop.is_set() or (parent is not None and not _alive(parent)))
+            collector.serve(lambda: stop.is_set() or parent_gone())
         finally:
             registry.delete(SIDECAR_KEY, value)
             registry.close()
@@ -123,16 +129,6 @@ def _record(endpoints: list[str]) -> SidecarRecord:
 
     host, pid = socket.gethostname(), os.getpid()
     return SidecarRecord(endpoints=endpoints, host=host, pid=pid, boot_id=boot_id(), time_ns=time_namespace())
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 if __name__ == "__main__":

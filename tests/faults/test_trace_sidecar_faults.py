@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -228,6 +229,37 @@ def check_rank(trial: Path, rank: int, *, killed: bool) -> None:
 def test_killed_at_random_everything_is_accounted_for(short_dir: Path, seed: int):
     """Kill -9 and stop ranks and sidecar at random moments: per source recorded = written + lost."""
     one_round(short_dir, random.Random(seed))
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_full_disk_that_is_freed_loses_only_what_is_counted(short_dir: Path):
+    """The whole trial on a small file system, filled and freed: the run goes on, and all records are accounted for."""
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", short_dir], check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        (short_dir / "registry").mkdir(mode=0o700)
+        with sidecar(short_dir), traced(short_dir, STEADY, flush_period_s=PERIOD_S) as process:
+            until_ready(process)
+            go_on(short_dir)
+            filler = short_dir / "filler"
+            with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+            go_on(short_dir, 3000)
+            filler.unlink()
+            go_on(short_dir, 3000)
+            (short_dir / "stop").touch()
+            out, said = process.communicate(timeout=scaled(60))
+            total = int(out)
+        assert said.count("the run goes on, losses are counted") == said.count("\n") <= 1
+        files = TrialFiles(short_dir)
+        [last] = files.named("zbus_end")
+        assert last["args"]["recorded"] == total == last["args"]["written"] + sum(last["args"]["lost"].values())
+        assert len(files.numbers) == len(set(files.numbers)) == last["args"]["written"]
+        assert files.torn == 0
+    finally:
+        subprocess.run(["umount", "-l", short_dir], check=True)
 
 
 @pytest.mark.ci

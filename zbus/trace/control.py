@@ -10,18 +10,19 @@ import atexit
 import dataclasses
 import os
 import resource
+import sys
 import threading
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.errors import ConfigError
 from zbus.trace.config import TraceConfig
 from zbus.trace.session_file import SessionWriter
 from zbus.trace.tracer import INSTANT, Tracer, get_tracer, set_default_tracer
-from zbus.trace.writer import Outlet, TraceWriter
+from zbus.trace.writer import LOOK_S, Outlet, TraceWriter
 
 __all__ = [
     "config_perf_tracer",
@@ -33,6 +34,8 @@ __all__ = [
     "tracers",
     "writer_of",
 ]
+
+_LONGEST_LOOK_S: Final = 30.0
 
 _lock = threading.RLock()
 _writers: dict[tuple[str, int], TraceWriter] = {}
@@ -197,17 +200,24 @@ def _find_outlet(writer: TraceWriter) -> Outlet | None:
     """Return a way to the trial's sidecar if its record stands in the registry beside the trace root."""
     registry = Path(writer.config.root).parent / "registry"
     if not (registry / "trace" / "sidecar").exists():
+        writer.look_every_s = LOOK_S
         return None
     # By name: export stands above the transport, which the recording side must not load where there is no sidecar.
     outlet: Outlet | None = import_module("zbus.trace.export").connect(writer, registry)
+    # Nobody answers: perhaps the record of one that was killed long ago, which must not cost every second of a run.
+    writer.look_every_s = LOOK_S if outlet is not None else min(_LONGEST_LOOK_S, 2 * writer.look_every_s)
     return outlet
 
 
 def _memory() -> dict[str, float]:
-    """Return the memory of this process in MiB."""
+    """Return the memory of this process in MiB, and of its GPU where torch has begun to use one."""
     with Path("/proc/self/statm").open("rb") as file:
         pages = int(file.read().split()[1])
-    return {"rss_mib": round(pages * resource.getpagesize() / (1 << 20), 1)}
+    memory = {"rss_mib": round(pages * resource.getpagesize() / (1 << 20), 1)}
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is not None and cuda.is_initialized():
+        memory["cuda_mib"] = round(cuda.memory_allocated() / (1 << 20), 1)
+    return memory
 
 
 def _flush_sessions(writer: TraceWriter) -> None:
@@ -233,6 +243,8 @@ def _apply_sessions(writer: TraceWriter) -> None:
 
 
 def _after_fork() -> None:
+    global _lock  # noqa: PLW0603  # the thread that may hold it is not here
+    _lock = threading.RLock()
     for sessions in _sessions.values():
         sessions.after_fork()
 

@@ -30,11 +30,13 @@ from zbus.trace.tracefile import (
 )
 from zbus.trace.tracer import Level, Ring, Tracer
 
-__all__ = ["FORMAT", "Outlet", "TraceWriter", "boot_id", "opening_lines", "time_namespace", "trace_path"]
+__all__ = ["FORMAT", "LOOK_S", "Outlet", "TraceWriter", "boot_id", "opening_lines", "time_namespace", "trace_path"]
 
 _BLOCK: Final = 2048
 _STOP_S: Final = 5.0
-_LOOK_S: Final = 1.0
+LOOK_S: Final = 1.0
+"""Seconds between looks for a sidecar."""
+
 _LOG = logging.getLogger("zbus.trace")
 
 
@@ -72,7 +74,8 @@ class TraceWriter:
         clock: For the clock anchor and the timestamps of loss records.
 
     Attributes:
-        find_outlet: Asked about once a second for a way to the trial's sidecar; None: there is none to look for.
+        find_outlet: Asked now and then for a way to the trial's sidecar; None: there is none to look for.
+        look_every_s: How often it is asked.
         source: Id of this process's stream of records.
     """
 
@@ -97,6 +100,7 @@ class TraceWriter:
         self._thread: threading.Thread | None = None
         self._file = LineFile(self.path)
         self._outlet: Outlet | None = None
+        self.look_every_s = LOOK_S
         self._next_look = 0.0
         self._next_sample = 0.0
         self._pid = 0
@@ -221,7 +225,7 @@ class TraceWriter:
         find = self.find_outlet
         if find is None or self._outlet is not None or self._closed or time.monotonic() < self._next_look:
             return
-        self._next_look = time.monotonic() + _LOOK_S
+        self._next_look = time.monotonic() + self.look_every_s
         try:
             outlet = find(self)
         except Exception:  # noqa: BLE001  # no sidecar is no failure: the file goes on

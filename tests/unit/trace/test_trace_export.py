@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import threading
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ from sidecar_kit import TrialFiles
 from waiting import wait_until
 from zbus.errors import TrialError
 from zbus.registry.file import FileRegistry
-from zbus.trace import wire
+from zbus.trace import control, wire
 from zbus.trace.collector import Collector
 from zbus.trace.config import TraceConfig
 from zbus.trace.export import SIDECAR_KEY, Exporter, sidecar_record
@@ -498,3 +499,25 @@ def test_whatever_happens_every_record_is_accounted_for(  # noqa: C901  # one st
     finally:
         disk.full = ()
         bench.close()
+
+
+def test_the_record_of_a_dead_sidecar_is_asked_ever_more_rarely(bench, monkeypatch):
+    """A record that nobody stands behind does not cost a process every second: it asks after 1, 2, 4 … 30 s."""
+    monkeypatch.setattr("zbus.trace.export._HELLO_S", 0.01)
+    bench.crash()
+    waits = []
+    for _ in range(7):
+        assert control._find_outlet(bench.writer) is None
+        waits.append(bench.writer.look_every_s)
+    assert waits == [2, 4, 8, 16, 30, 30, 30]
+    bench.start()
+    monkeypatch.setattr("zbus.trace.export._HELLO_S", 5.0)
+    stop = threading.Event()
+    server = threading.Thread(target=lambda: bench.collector.serve(stop.is_set))
+    server.start()
+    found = control._find_outlet(bench.writer)
+    stop.set()
+    server.join()
+    assert found is not None
+    assert bench.writer.look_every_s == 1.0
+    found.discard()
