@@ -102,6 +102,7 @@ class Placement:
         self._placed: Placed = None
         self._began = time.monotonic()
         self._executions = 1
+        self._attempts = 0  # transmissions in the executions before
         self._last: Outcome | None = None  # what the execution before a pause ended with
         self._pausing = False  # not placed, and to be placed later
         self._may_have_run: Outcome | None = None  # the UNKNOWN end of an earlier execution
@@ -211,11 +212,13 @@ class Placement:
 
     def _whole(self, outcome: Outcome) -> Outcome:
         """Return what is to be said of all executions when the last one ended so: one that may have run still may."""
+        if self._attempts:
+            outcome = outcome._replace(attempts=outcome.attempts + self._attempts)
         earlier = self._may_have_run
         if earlier is None or outcome.kind not in (OutcomeKind.NOT_EXECUTED, OutcomeKind.CANCELLED):
             return outcome
         why = outcome.evidence or outcome.reason
-        return earlier._replace(evidence=f"{earlier.evidence}; then not run again: {why}")
+        return earlier._replace(evidence=f"{earlier.evidence}; then not run again: {why}", attempts=outcome.attempts)
 
     def _settle(self, member: int, call: int, outcome: Outcome) -> None:
         with self._lock:
@@ -294,9 +297,13 @@ class Placement:
             return False
         now_ns = time.monotonic_ns()
         pause = order.retry.pause_s(self._executions, time.monotonic() - self._began, random.random)
-        if pause is None or (order.bucket is not None and not order.bucket.take(now_ns)):
+        if pause is None:
+            return False
+        second = outcome.kind is OutcomeKind.UNKNOWN  # what was proved not to run is not run again by being sent again
+        if second and order.bucket is not None and not order.bucket.take(now_ns):
             return False
         self._executions += 1
+        self._attempts += outcome.attempts
         self._last = outcome
         if outcome.kind is OutcomeKind.UNKNOWN:
             self._may_have_run = outcome
@@ -351,7 +358,7 @@ class Placement:
             return False
         if self._was_cancelled():
             self._pausing = False
-            told = Outcome(OutcomeKind.CANCELLED, reason="cancelled", evidence="cancelled before a retry")
+            told = Outcome(OutcomeKind.CANCELLED, reason="cancelled", evidence="cancelled before a retry", attempts=0)
             self._settle_all(self._whole(told))
             return False
         if not free:
@@ -387,7 +394,7 @@ class Placement:
         """End a call that waited in vain. Not under a lock: the error reads the worker's facts."""
         if last.reason == "not_ready":
             self.refused = self._refusal(error)
-        self._settle_all(self._whole(last))
+        self._settle_all(self._whole(last._replace(attempts=0)))  # they were counted when it ended
 
     def _settle_all(self, outcome: Outcome) -> None:
         for call in range(len(self.order.methods)):

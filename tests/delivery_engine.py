@@ -100,9 +100,9 @@ class Delivery(zbus.Engine):
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="idempotent", lane="again")
     def again(self, what: str, die_at: str = "") -> str:
-        """Die by SIGKILL once, if this is the start to die at."""
+        """Die by SIGKILL if this is the start to die at; ``*`` for each."""
         self.note(what, "began")
-        if die_at == f"{self.ctx.rank}.{self.ctx.start}":
+        if die_at in ("*", f"{self.ctx.rank}.{self.ctx.start}"):
             os.kill(os.getpid(), 9)
         return f"{self.ctx.rank}.{self.ctx.start}"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,22 +16,25 @@ from waiting import scaled, wait_until
 
 
 @pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def truth(tmp_path_factory: pytest.TempPathFactory):
+    """Where the engines write what really happened."""
     return tmp_path_factory.mktemp("truth") / "truth.txt"
 
 
 @pytest.fixture(scope="module")
-def bus(tmp_path_factory: pytest.TempPathFactory, truth: Path):
+def bus(tmp_path_factory: pytest.TempPathFactory, truth):
     """One trial of three ranks for the tests that leave it as they found it."""
     with launch(tmp_path_factory.mktemp("runs"), {"actor": role(truth)}) as bus:
         yield bus
 
 
-def role(truth: Path, replicas: int = 3, **fields) -> Role:
+def role(truth, replicas=3, **fields):
+    """Return a role of ``Delivery`` engines."""
     return Role("delivery_engine:Delivery", replicas=replicas, args=(str(truth),), sys_path=[str(HERE)], **fields)
 
 
-def began(truth: Path, what: str) -> list[str]:
+def began(truth, what):
+    """Return the starts of one call in the ground truth."""
     return [line for line in lines(truth) if line.startswith(f"began {what} ")]
 
 
@@ -160,15 +162,13 @@ def test_a_cancel_at_once_is_never_lost(bus, truth):
 
 def test_what_stands_behind_in_a_cancelled_batch_does_not_begin(bus, truth):
     """The call that runs stops; those behind it are CANCELLED, exactly."""
-    with pytest.raises(zbus.CallCancelled), bus.group("actor")[0].batch() as b:
-        calls = [b.work("first"), b.each("second")]
-        placed = b.submit()
-        wait_until(lambda: began(truth, "first"), what="the first call to begin")
-        placed[0].cancel()
-        outcomes = [type(call.exception(timeout=scaled(10))) for call in calls]
-        assert outcomes == [zbus.CallCancelled] * 2
-        assert [call.outcomes()[0].outcome for call in calls] == ["APP_ERROR", "CANCELLED"]
-        calls[0].result()
+    b = bus.group("actor")[0].batch()
+    calls = [b.work("first"), b.each("second")]
+    placed = b.submit()
+    wait_until(lambda: began(truth, "first"), what="the first call to begin")
+    placed[0].cancel()
+    assert [type(call.exception(timeout=scaled(10))) for call in calls] == [zbus.CallCancelled] * 2
+    assert [call.outcomes()[0].outcome for call in calls] == ["APP_ERROR", "CANCELLED"]
     assert not began(truth, "second")
 
 
@@ -183,4 +183,4 @@ def test_a_closed_stream_stops_its_generator(bus, how):
 
 def test_checkpoint_outside_a_call_does_nothing():
     """A library may ask without knowing who calls it."""
-    assert zbus.checkpoint() is None
+    zbus.checkpoint()

@@ -13,7 +13,7 @@ from waiting import wait_until
 from zbus.engine import AnyOne, Concat, PerRank, RankZero, Split
 from zbus.errors import BatchError, ConfigError, NotExecuted, RemoteError, Unavailable, WorkerLost
 from zbus.protocol.messages import Outcome, OutcomeKind
-from zbus.retry import RetryPolicy
+from zbus.retry import RetryPolicy, TokenBucket
 
 NOT_SENT = Outcome(OutcomeKind.NOT_EXECUTED, None, "worker_exit", "it died before the call was sent", 0)
 
@@ -410,6 +410,18 @@ def test_a_call_with_effects_is_never_run_twice():
     with pytest.raises(WorkerLost):
         group.options(retries=FAST).once("x")
     assert len(placer.requests) == 1
+
+
+def test_the_budget_limits_second_runs_alone():
+    """An empty bucket stops a second execution; being sent again after NOT_EXECUTED is none, and takes nothing."""
+    group, placer, _ = make_group(Actor, 2)
+    group._view.core.bucket = TokenBucket(capacity=0.0, refill_per_s=0.0)
+    placer.auto = lambda request: request.answer(NOT_SENT if len(placer.requests) == 1 else ok("ran"))
+    assert group.options(retries=FAST).generate("x") == "ran"
+    placer.auto = lambda request: request.answer(lost())
+    with pytest.raises(WorkerLost):
+        group.options(retries=FAST).generate("x")
+    assert len(placer.requests) == 3
 
 
 def test_a_call_with_effects_may_run_where_it_proved_not_to_have_run():

@@ -226,12 +226,7 @@ class Ledger:
             if kind is OutcomeKind.CANCELLED and not call.cancelled:
                 broken("I1", f"{call!r} is told CANCELLED, nobody asked")
         elif kind is OutcomeKind.UNKNOWN:
-            if outcome.reason not in _CAUSES or not outcome.evidence:
-                broken("I6", f"{call!r} is told UNKNOWN ({outcome.reason!r}, {outcome.evidence!r})")
-            if outcome.reason == "worker_exit" and self.exact and not call.started and call.key[2] != "ctl":
-                broken("I6", f"{call!r} is told UNKNOWN ({outcome.evidence}); the journal knows that it never started")
-            if outcome.reason == "deadline" and (call.deadline is None or now < call.deadline):
-                broken("I6", f"{call!r} is told UNKNOWN(deadline) before its deadline")
+            self._check_unknown(call, outcome, now)
         else:
             if outcome.reason == "cancelled" and not call.cancelled:
                 broken("I4", f"{call!r} was stopped by a cancel, nobody asked")
@@ -244,6 +239,14 @@ class Ledger:
                 )
             if call.stream and kind is OutcomeKind.OK and call.chunks != call.said:
                 broken("I4", f"{call!r} is told OK after {call.chunks} of {call.said} items")
+
+    def _check_unknown(self, call: Call, outcome: Outcome, now: int) -> None:
+        if outcome.reason not in _CAUSES or not outcome.evidence:
+            broken("I6", f"{call!r} is told UNKNOWN ({outcome.reason!r}, {outcome.evidence!r})")
+        if outcome.reason == "worker_exit" and self.exact and not call.started and call.key[2] != "ctl":
+            broken("I6", f"{call!r} is told UNKNOWN ({outcome.evidence}); the journal knows that it never started")
+        if outcome.reason == "deadline" and (call.deadline is None or now < call.deadline):
+            broken("I6", f"{call!r} is told UNKNOWN(deadline) before its deadline")
 
     def check_orphans(self, incarnation: int, orphans: Sequence[Orphan], superseded: Collection[bytes]) -> None:
         """Check what a living worker keeps of superseded controllers for their successor.

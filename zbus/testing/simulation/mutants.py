@@ -499,17 +499,17 @@ def go_after_the_deadline(patch: Patch) -> None:
 def a_poised_request_expires(patch: Patch) -> None:
     """A worker drops by itself what it told its caller it would hold."""
 
-    @wrap(patch, Callee, "expire")
-    def expire(original, self, now):
-        effects = original(self, now)
+    @wrap(patch, Callee, "receive")
+    def receive(original, self, header, buffers, peer, now):
+        effects: list[Any] = []
         for session_id, session in self._sessions.items():
             for lane in session.lanes.values():
                 run = lane.poised
-                if run is not None and run.deadline_ns <= now:
+                if run is not None and run.arrived_ns + 30_000_000 <= now:
                     lane.poised = None
                     lane.running -= 1
                     self._end_unstarted(session_id, session, lane, run, Status.EXPIRED, effects)
-        return effects
+        return [*effects, *original(self, header, buffers, peer, now)]
 
 
 @mutant("P4", "I1", "I11")
