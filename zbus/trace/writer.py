@@ -33,6 +33,7 @@ from zbus.trace.tracer import Level, Ring, Tracer
 __all__ = ["FORMAT", "LOOK_S", "Outlet", "TraceWriter", "boot_id", "opening_lines", "time_namespace", "trace_path"]
 
 _BLOCK: Final = 2048
+_MAX_PAYLOAD: Final = 4 << 20
 _STOP_S: Final = 5.0
 LOOK_S: Final = 1.0
 """Seconds between looks for a sidecar."""
@@ -269,7 +270,7 @@ class TraceWriter:
             gone = ring.finished()  # asked first: nothing comes after a yes
             while batch := ring.take(_BLOCK):
                 try:
-                    self._put(Block([ThreadPart(ring.tid, _name_of(ring), batch)]), len(batch))
+                    self._put(ThreadPart(ring.tid, _name_of(ring), batch))
                 except BaseException:  # an interrupt of the caller's thread, say: nothing goes uncounted
                     self._count_lost("interrupted", len(batch))
                     raise
@@ -281,11 +282,12 @@ class TraceWriter:
                 self.tracer.forget(ring)
         self._say_lost()
 
-    def _put(self, block: Block, records: int) -> None:
+    def _put(self, part: ThreadPart) -> None:
+        records = len(part.records)
         if self._outlet is not None:
-            self._outlet.offer(encode_block(block), records)
+            self._offer(self._outlet, part)
             return
-        lines = expand(block, self._expander, self._names, self._who(), self._pid)
+        lines = expand(Block([part]), self._expander, self._names, self._who(), self._pid)
         if lines.malformed:
             self._count_lost("malformed", lines.malformed)
         if self._file.append(lines.data):
@@ -294,6 +296,19 @@ class TraceWriter:
             self._names.clear()
             self._expander.forget_names()
             self._count_lost("write_error", records - lines.malformed)
+
+    def _offer(self, outlet: Outlet, part: ThreadPart) -> None:
+        """Hand over a block, in halves while it is larger than a message may be."""
+        payload = encode_block(Block([part]))
+        records = part.records
+        if len(payload) <= _MAX_PAYLOAD:
+            outlet.offer(payload, len(records))
+        elif len(records) == 1:
+            self._count_lost("too_large", 1)
+        else:
+            half = len(records) // 2
+            self._offer(outlet, ThreadPart(part.tid, part.name, records[:half]))
+            self._offer(outlet, ThreadPart(part.tid, part.name, records[half:]))
 
     def _who(self) -> dict[str, Any]:
         return {"role": self.tracer.role, "rank": self.tracer.rank}

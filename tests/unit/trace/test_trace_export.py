@@ -360,6 +360,24 @@ def test_records_of_any_kind_arrive_or_are_counted(bench):
     assert files.torn == 0
 
 
+def test_large_records_go_in_smaller_blocks_and_one_that_is_too_large_is_counted(bench, monkeypatch):
+    """Blocks are halved until a peer takes them; a record that is too large alone is lost and counted."""
+    monkeypatch.setattr("zbus.trace.writer._MAX_PAYLOAD", 20_000)
+    now = bench.tracer.now()
+    for n in range(50):
+        bench.tracer.append((1, "tick", "misc", now, "t", {"n": n, "text": "x" * 4000}, None))
+    rows = [("op", "profiler", now, now, None)] * 5000
+    bench.tracer.append((7, "profiler: thread 1", rows))
+    bench.n += 51
+    bench.writer.flush()
+    bench.settle()
+    assert counts_add_up(bench)["lost"] == {"too_large": 1}
+    files = TrialFiles(bench.trial)
+    assert files.numbers == list(range(50))
+    assert files.named("zbus_loss")[0]["args"]["reason"] == "too_large"
+    assert len(files.blocks) > 10
+
+
 def test_a_loss_is_said_through_the_sidecar(bench):
     """A full ring's loss is a zbus_loss line in the rank's file."""
     ring_size = bench.tracer.ring_size = 16
