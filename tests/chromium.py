@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -56,7 +56,7 @@ class Chromium:
         self.loaded: list[str] = []
         self.dialogs: list[str] = []
 
-    def __enter__(self) -> Chromium:
+    def __enter__(self) -> Self:
         self._home = tempfile.mkdtemp(prefix="chromium-")
         to_browser, self._out = os.pipe()
         self._in, from_browser = os.pipe()
@@ -74,7 +74,7 @@ class Chromium:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             close_fds=False,
-            preexec_fn=arrange,
+            preexec_fn=arrange,  # noqa: PLW1509  # one thread only
             start_new_session=True,
         )
         os.close(to_browser)

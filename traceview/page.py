@@ -142,7 +142,7 @@ def histogram(values: Sequence[float], fill: str, say: Callable[[float], str]) -
     if not values:
         return '<p class="dim">nothing</p>'
     low, high = min(values), max(values)
-    count = min(60, max(8, len(values) // 4))
+    count = min(60, max(8, len(values) // 4)) if high - low > 1e-6 * abs(high) else 1
     span = (high - low) or 1.0
     boxes = [0] * count
     for value in values:

@@ -79,7 +79,8 @@ def _summary(found: Survey, problems: Problems, late: int) -> str:
     lost = sum(rank.lost for rank in found.ranks.values())
     bounds = [r.clock_bound_us for r in found.ranks.values()]
     known = [bound for bound in bounds if bound is not None]
-    error = f"≤ {max(known):.0f} µs" if len(known) == len(bounds) and known else "not measured"
+    worst = max(known, default=0.0)
+    error = ("exact" if not worst else f"≤ {worst:.0f} µs") if len(known) == len(bounds) and known else "not measured"
     return cards(
         [
             ("duration", duration((last - first) / 1000), False),

@@ -223,7 +223,7 @@ def test_sessions_are_summed_up_by_phase_step_and_rank(tmp_path):
 
 
 def test_sessions_as_page_csv_and_table(tmp_path):
-    """The page names role and rank at every bar; the CSV has a line per session and no formula; the table p50 and p95."""
+    """The page names role and rank at every bar; the CSV has a line per session and no formula; the table p95."""
     root = sessions_of(tmp_path)
     record = {"task_id": "=1+1", "session_id": 1, "rank": 0, "role": "@evil", "status": "x", "submit_ts": 0.0}
     write(root / "traces" / "rollout" / "sessions_7.jsonl", [record])

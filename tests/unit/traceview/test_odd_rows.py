@@ -51,8 +51,8 @@ def slices(events: list[dict]) -> dict[str, dict]:
 
 def test_epoch_times_keep_their_fraction(tmp_path):
     """Times in µs since 1970 with decimals lose nothing to floating point (row 10)."""
-    text = '{"name":"%s","ph":"X","ts":17960000000000%s,"dur":0.5,"pid":1,"tid":1}'
-    lines = [text % ("a", "00.123"), text % ("b", "01.377")]
+    text = '{{"name":"{}","ph":"X","ts":17960000000000{},"dur":0.5,"pid":1,"tid":1}}'
+    lines = [text.format("a", "00.123"), text.format("b", "01.377")]
     for name, content in (("a.jsonl", "\n".join(lines) + "\n"), ("b.json", f'{{"traceEvents":[{",".join(lines)}]}}')):
         root = tmp_path / name.partition(".")[2]
         put(root / name, content)
@@ -176,7 +176,7 @@ def test_ranks_of_odd_types(tmp_path, rank, kept):
     """A rank in quotes or with a fraction of 0 is read; anything else is not believed (row 31)."""
     put(
         tmp_path / "x.jsonl",
-        '{"name":"process_name","ph":"M","pid":7,"args":{"name":"p","rank":%s}}\n' % rank,
+        '{"name":"process_name","ph":"M","pid":7,"args":{"name":"p","rank":RANK}}\n'.replace("RANK", rank),
         span("a", 1),
     )
     assert run(tmp_path)[0].processes[0].rank == kept
@@ -319,7 +319,7 @@ def test_the_report_is_written_where_asked(tmp_path):
 
 
 def test_repair_writes_what_is_good_and_leaves_the_input(tmp_path):
-    """validate --repair gives files that validate without damage; inputs stay, nothing is overwritten."""
+    """A repair gives files that validate without damage; inputs stay, nothing is overwritten."""
     torn = '{"name":"x","ph":"X","ts'
     path = put(
         tmp_path / "in" / "actor" / "traces_0.jsonl",
@@ -443,7 +443,7 @@ def test_traces_of_other_tools_convert(tmp_path, kind, spans, form):
 
 
 def test_an_unknown_suffix_asks_for_the_format(tmp_path):
-    """convert does not guess."""
+    """A conversion does not guess."""
     done = CliRunner().invoke(main, ["convert", str(foreign(tmp_path, "viztracer")), "-o", str(tmp_path / "x.bin")])
     assert done.exit_code == 2
     assert "--to" in done.stderr

@@ -1,0 +1,267 @@
+"""Merging traces: ours beside AReaL's converter, VizTracer's combine and a bare msgspec loop, on one generated run.
+
+    python benchmarks/trace_merge.py --events 1000000 --json        # every tool that is here
+    python benchmarks/trace_merge.py --tools zbus,msgspec-stream --mem-gb 10
+
+Each tool runs in a fresh process; peak memory is its high-water mark plus that of its children. ``msgspec-stream``
+decodes, shifts and encodes line by line, unsorted, without lanes and arrows: what any tool in Python pays at least.
+AReaL is not a package here: AREAL_CHECKOUT names a checkout or its unpacked wheel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROLES = ("controller", "actor", "rollout")
+TOOLS = ("msgspec-stream", "zbus", "zbus-1", "zbus-gz", "zbus-perfetto", "viztracer", "areal")
+PHASES = ((b"forward", 180), (b"all_reduce", 60), (b"backward", 260), (b"optimizer", 40))
+
+
+class Rank:
+    """Writes the events of one process, as recorders do: when they end."""
+
+    def __init__(self, out: Path, role: str, number: int, rank: int, offset_us: float, drift: float) -> None:
+        path = out / role / f"traces_{rank}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("wb", 1 << 20)
+        self.pid = 1000 + number * 100 + rank
+        self.tail = b',"args":{"rank":%d,"role":"%b"' % (rank, role.encode())
+        self.offset, self.drift, self.count = offset_us, drift, 0
+        for name in (b"process_name", b"thread_name"):
+            who = b"%b %d" % (role.encode(), rank)
+            self.file.write(
+                b'{"name":"%b","ph":"M","pid":%d,"tid":%d%b,"name":"%b"}}\n'
+                % (name, self.pid, self.pid, self.tail, who)
+            )
+
+    def clock(self, us: float) -> float:
+        """Return what this process's clock shows."""
+        return us * (1 + self.drift) + self.offset
+
+    def span(self, name: bytes, begin: float, end: float, tid: int, more: bytes = b"") -> None:
+        """Write a span."""
+        where = (self.clock(begin), end - begin, self.pid, self.pid + tid, self.tail, more)
+        self.file.write(
+            b'{"name":"%b","cat":"compute","ph":"X","ts":%.3f,"dur":%.3f,"pid":%d,"tid":%d%b%b}}\n' % (name, *where)
+        )
+        self.count += 1
+
+    def other(self, phase: bytes, name: bytes, at: float, more: bytes) -> None:
+        """Write an arrow's end, a counter or a mark."""
+        where = (self.clock(at), self.pid, self.pid + 1, self.tail)
+        self.file.write(
+            b'{"name":"%b","cat":"flow","ph":"%b","ts":%.3f,"pid":%d,"tid":%d%b%b\n' % (name, phase, *where, more)
+        )
+        self.count += 1
+
+
+def generate(
+    out: Path, events: int, *, skew_ms: float, drift_ppm: float, asymmetry: float, seed: int = 1
+) -> dict[str, Any]:
+    """Write 24 files of steps with overlapping calls; the true clock offsets are in the result."""
+    rng = random.Random(seed)
+    ranks, offsets = {}, {}
+    for number, role in enumerate(ROLES):
+        for rank in range(8):
+            first = (number, rank) == (0, 0)
+            offset = 0.0 if first else rng.uniform(-skew_ms, skew_ms) * 1000
+            drift = 0.0 if first else rng.uniform(-drift_ppm, drift_ppm) * 1e-6
+            offsets[f"{role}/{rank}"] = (offset, drift)
+            ranks[role, rank] = Rank(out, role, number, rank, offset, drift)
+    at, step, call = 1e6, 0, 0
+    while sum(r.count for r in ranks.values()) < events:
+        end = at
+        for rank in range(8):
+            caller = ranks["controller", rank]
+            for role in ROLES[1:]:
+                worker = ranks[role, rank]
+                slow = 1.6 if (role, rank) == (ROLES[-1], 7) else 1.0
+                for k in range(8):
+                    call += 1
+                    ident = b'"call":"%x","method":"train"' % call
+                    sent = at + rng.uniform(5, 60) + k * 900
+                    begin = now = sent + rng.uniform(40, 90) * (1 + asymmetry)
+                    caller.other(b"s", b"rpc", sent + 1, b'},"id":"%x"}' % call)
+                    worker.other(b"f", b"rpc", begin + 1, b'},"id":"%x","bp":"e"}' % call)
+                    for name, mean in PHASES:
+                        took = rng.gauss(mean, mean * 0.1) * slow
+                        worker.span(name, now + 2, now + 2 + took, 1, b',"global_step":%d,"micro":%d' % (step, k))
+                        now += took + 3
+                    worker.span(b"rpc.server", begin, now + 2, 1, b"," + ident)
+                    done = now + 2 + rng.uniform(40, 90)
+                    caller.span(b"rpc.client", sent, done, 1, b"," + ident)
+                    caller.other(b"C", b"inflight", sent, b',"value":%d}}' % (k + 1))
+                    end = max(end, done)
+                worker.span(b"train_step", at + 3, end, 0, b',"global_step":%d' % step)
+            caller.span(b"controller.step", at, end + 5, 0, b',"global_step":%d' % step)
+        at, step = end + 500, step + 1
+    for one in ranks.values():
+        one.file.close()
+    size = sum(p.stat().st_size for p in out.rglob("traces_*.jsonl"))
+    return {"events": sum(r.count for r in ranks.values()), "bytes": size, "calls": call, "offsets": offsets}
+
+
+def files(source: Path) -> list[Path]:
+    """Return the trace files."""
+    return sorted(source.rglob("traces_*.jsonl"))
+
+
+def msgspec_stream(source: Path, output: Path) -> None:
+    """Decode, shift, renumber and encode each line: no order, no lanes, no arrows, no repair."""
+    import msgspec
+
+    number, text = (float | None, None), (str | None, None)
+    fields: list[Any] = [("name", str, ""), ("cat", str, ""), ("ph", str, ""), ("ts", *number), ("dur", *number)]
+    fields += [("pid", int, 0), ("tid", int, 0), ("id", *text), ("s", *text), ("bp", *text)]
+    fields.append(("args", msgspec.Raw, msgspec.Raw(b"{}")))
+    decode = msgspec.json.Decoder(msgspec.defstruct("E", fields, omit_defaults=True, gc=False)).decode
+    encode = msgspec.json.Encoder().encode
+    with output.open("wb", 1 << 20) as out:
+        out.write(b'{"traceEvents":[\n')
+        first = True
+        for pid, path in enumerate(files(source), 1):
+            with path.open("rb", 1 << 20) as file:
+                while lines := file.readlines(1 << 20):
+                    done = []
+                    for line in lines:
+                        event = decode(line)
+                        event.pid = pid
+                        if event.ts is not None:
+                            event.ts -= 7.0
+                        done.append(encode(event))
+                    out.write((b"" if first else b",\n") + b",\n".join(done))
+                    first = False
+        out.write(b"\n]}")
+
+
+def zbus(source: Path, output: Path, jobs: int | None = None) -> None:
+    """Run our merge: clocks, rows, arrows, order, report."""
+    import gc
+
+    from traceview.merge import merge
+
+    gc.disable()
+    merge([str(source)], output, jobs=jobs)
+
+
+def viztracer(source: Path, output: Path) -> None:
+    """Run VizTracer's combine on the same events as Chrome documents."""
+    from viztracer.report_builder import ReportBuilder
+
+    documents = []
+    for path in files(source):
+        document = output.with_name(f"{path.parent.name}-{path.stem}.json")
+        lines = path.read_bytes().strip().replace(b"\n", b",\n")
+        document.write_bytes(b'{"viztracer_metadata":{"version":"1.1.1"},"traceEvents":[' + lines + b"]}")
+        documents.append(str(document))
+    ReportBuilder(documents, verbose=0).save(str(output))
+
+
+def areal(source: Path, output: Path) -> None:
+    """Run AReaL's converter."""
+    path = Path(os.environ["AREAL_CHECKOUT"]) / "areal/tools/perf_trace_converter.py"
+    spec = importlib.util.spec_from_file_location("areal_converter", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    module.convert_jsonl_to_chrome_trace(source, output)
+
+
+def one(tool: str, source: Path, output: Path) -> None:
+    """Run one tool in this process and print what it took."""
+    for path in files(source):  # all start with a warm page cache
+        path.read_bytes()
+    wall, cpu = time.perf_counter(), time.process_time()
+    if tool == "msgspec-stream":
+        msgspec_stream(source, output)
+    elif tool.startswith("zbus"):
+        suffix = {"zbus-gz": ".json.gz", "zbus-perfetto": ".pftrace"}.get(tool, ".json")
+        output = output.with_name(f"out{suffix}")
+        zbus(source, output, 1 if tool == "zbus-1" else None)
+    else:
+        {"viztracer": viztracer, "areal": areal}[tool](source, output)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    peak = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+    facts = {"wall_s": round(wall, 3), "cpu_s": round(cpu + children.ru_utime + children.ru_stime, 3)}
+    facts |= {"peak_mb": peak // 1024, "child_mb": children.ru_maxrss // 1024}
+    print(json.dumps({**facts, "out_mb": round(output.stat().st_size / 1e6, 1)}))
+
+
+def missing(tool: str) -> str:
+    """Return why a tool cannot run here, or nothing."""
+    if tool == "areal" and not os.environ.get("AREAL_CHECKOUT"):
+        return "AREAL_CHECKOUT names no checkout"
+    if tool == "viztracer" and importlib.util.find_spec("viztracer") is None:
+        return "not installed"
+    return ""
+
+
+def main() -> None:
+    """Generate a run and let every tool merge it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--events", type=int, default=1_000_000)
+    parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--mem-gb", type=float, default=0.0, help="limit of the address space of each process")
+    parser.add_argument("--skew-ms", type=float, default=50.0)
+    parser.add_argument("--drift-ppm", type=float, default=0.0)
+    parser.add_argument("--asymmetry", type=float, default=0.0, help="request slower than reply by this part")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--one", nargs=3, metavar=("TOOL", "SOURCE", "OUTPUT"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        one(options.one[0], Path(options.one[1]), Path(options.one[2]))
+        return
+    with tempfile.TemporaryDirectory(prefix="trace-merge-") as directory:
+        source = Path(directory) / "run"
+        clocks = {"skew_ms": options.skew_ms, "drift_ppm": options.drift_ppm, "asymmetry": options.asymmetry}
+        made = generate(source, options.events, **clocks)
+        if not options.json:
+            print(f"{made['events']} events, {made['bytes'] / 1e6:.0f} MB, 24 files")
+        for tool in options.tools.split(","):
+            row: dict[str, Any] = {"bench": "trace_merge", "tool": tool, "events": made["events"]}
+            reason = missing(tool)
+            if reason:
+                row["skipped"] = reason
+            else:
+                row |= run(tool, source, Path(directory) / "out.json", options.mem_gb)
+                if "wall_s" in row:
+                    row["events_per_s"] = round(made["events"] / row["wall_s"])
+                    row["events_per_cpu_s"] = round(made["events"] / row["cpu_s"])
+            print(
+                json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items() if k != "bench"),
+                flush=True,
+            )
+
+
+def run(tool: str, source: Path, output: Path, mem_gb: float) -> dict[str, Any]:
+    """Run one tool in a fresh process."""
+
+    def limit() -> None:
+        if mem_gb:
+            size = int(mem_gb * 2**30)
+            resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+    command = [sys.executable, __file__, "--one", tool, str(source), str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, check=False)
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["?"])[-1][:200]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+if __name__ == "__main__":
+    main()
