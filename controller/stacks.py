@@ -1,6 +1,6 @@
 """Stacks of ranks that are late: taken by signal, so also while a rank holds the GIL; parsed, and folded by place.
 
-Every worker is armed for SIGUSR2 (``zbus.runtime.host``): a C handler appends the stacks of all its threads to
+Every worker is armed for SIGUSR2 (``zbus.runtime.host``): a C handler appends the stack of its main thread to
 ``stacks/<role>.<rank>.<start>.txt``. A rank of this kernel is signalled from here, held by pid and start time; for one
 elsewhere its agent is asked (``zbus.dump_stacks``) and the file is read in the shared trial directory.
 """
@@ -48,7 +48,7 @@ _MOST_READ: Final = 1 << 20
 _MOST_DUMPS: Final = 4096
 _MOST_FRAMES: Final = 4
 
-_HEAD: Final = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):$")
+_HEAD: Final = re.compile(r"^(?:Stack |(?:Current thread|Thread) 0x[0-9a-f]+ .*)\(most recent call first\):$")
 _FRAME: Final = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _HERE: Final = Path(__file__).resolve().parent.parent
 _OWN: Final = re.compile(

@@ -406,11 +406,15 @@ class _Host:
             return None
 
     def _arm_stack_dumps(self) -> None:
-        """SIGUSR2 writes all stacks to ``stacks/<role>.<rank>.<start>.txt`` from a C handler: no GIL needed."""
+        """SIGUSR2 appends a stack to ``stacks/<role>.<rank>.<start>.txt`` from a C handler: no GIL needed.
+
+        Only of the thread that gets the signal, the main thread as a rule: the stacks of threads that run meanwhile
+        change under the handler's eyes, and reading them has killed workers.
+        """
         path = self.config.trial_dir / "stacks" / f"{self.config.role}.{self.config.rank}.{self.config.start}.txt"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._stacks = path.open("a", encoding="utf-8")
-        faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=False)
         faulthandler.enable(file=sys.stderr, all_threads=True)
 
     def _stack_text(self) -> str:
