@@ -134,3 +134,22 @@ def test_a_rank_with_five_percent_of_a_cpu_is_not_dead(tmp_path, caplog):
         wait_until(lambda: not (group / "cgroup.procs").read_text(), what="the group to be empty")
         group.rmdir()
     assert set(effects(tmp_path).values()) == {1}
+
+
+def test_a_busy_rank_that_is_asked_for_its_stack_all_the_time_lives_on(tmp_path, caplog):
+    """Thousands of stack dumps by signal, while several threads of the worker are at work, harm nothing."""
+    with trial(tmp_path, caplog) as bus:
+        actor = bus.group("actor")
+        pid = actor[0].who()["pid"]
+        calls = asked = 0
+        until = time.monotonic() + 4.0
+        while time.monotonic() < until:
+            futures = [actor[0].add.submit(f"c{calls + number}") for number in range(50)]
+            streams = [actor[0].count.submit(f"s{calls + number}", 50) for number in range(5)]
+            calls += 50
+            while not all(future.done() for future in (*futures, *streams)):
+                os.kill(pid, signal.SIGUSR2)
+                asked += 1
+                time.sleep(0.0005)  # the rate of the signals
+            assert [future.result() for future in streams] == [list(range(50))] * 5
+        assert asked > 1000
