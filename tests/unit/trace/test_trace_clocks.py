@@ -180,7 +180,8 @@ def test_a_process_on_another_clock_writes_its_offset_to_the_sidecars(short_dir:
         assert error <= facts["bound_ns"]
     first = lines[0]["args"]
     assert first["n"] >= 128
-    assert abs(first["offset_ns"] - (clock.real(first["at_ns"]) - first["at_ns"])) <= 25_000
+    error = abs(first["offset_ns"] - (clock.real(first["at_ns"]) - first["at_ns"]))
+    assert error <= 25_000 or first["rtt_ns"] > 100_000, "an idle link gives 25 µs"
 
 
 def test_one_clock_asks_nothing(short_dir: Path):
