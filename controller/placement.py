@@ -415,7 +415,12 @@ class Placement:
         loop = asyncio.get_running_loop()
         changed = asyncio.Event()
 
+        here = threading.get_ident()
+
         def notice() -> None:
+            if threading.get_ident() == here:  # the loop drives the bus itself: no need to wake it
+                changed.set()
+                return
             try:
                 loop.call_soon_threadsafe(changed.set)
             except RuntimeError:  # the loop was closed while the call was out; nobody waits there any more

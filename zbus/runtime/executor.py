@@ -21,13 +21,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import GeneratorType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from zbus import failpoints
 from zbus.codec import decode_calls, encode
 from zbus.codec.exceptions import describe_exception
 from zbus.engine import EndpointSpec, Engine
 from zbus.errors import CallStopped
+from zbus.protocol.frames import INLINE_BYTES
 from zbus.protocol.journal import LaneRing
 from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Status, StreamCredit
 from zbus.runtime.stopping import CurrentCall, running, task_call
@@ -40,6 +41,10 @@ __all__ = ["STREAM_WINDOW", "Answers", "Builtin", "Executor"]
 
 _LOOP_END_S: Final = 1.0
 """How long async calls that still run have to end when the loop does."""
+
+_HOLD_NS: Final = 1_000_000
+_HOLD_CALLS: Final = 256
+"""A short result of a batch waits for others at most so long, and for at most so many."""
 
 STREAM_WINDOW: Final = 64
 """Items a stream may run ahead of what its caller has taken."""
@@ -57,6 +62,16 @@ class Answers(Protocol):
 
     def chunk(self, request: Execute, number: int, buffers: Buffers) -> None:
         """Send one item of a stream."""
+
+
+class Holding(Answers, Protocol):
+    """Answers of which several can leave in one message."""
+
+    def hold(self, request: Execute) -> deque[bytes]:
+        """Return where short results of a batch may be left in place of ``finish``."""
+
+    def flush(self, *, over: bool = False) -> None:
+        """Send what was left there; ``over``: nothing more is left."""
 
 
 class _Stream:
@@ -106,6 +121,7 @@ class Executor:
         self.name = name
         self.incarnation = incarnation
         self._answers = answers
+        self._holding: Holding | None = cast("Holding", answers) if hasattr(answers, "hold") else None
         self._rings = rings
         self._unkept = LaneRing.unkept()
         self._builtins = dict(builtins)
@@ -225,19 +241,31 @@ class Executor:
             if not self._refused(request, 0, decoded):
                 self._run_one(request, 0, method, args, kwargs, started, decoded)
         else:
-            poisoned = False
-            for index, (method, args, kwargs) in enumerate(calls):
-                if poisoned:
-                    self._answers.finish(request, index, Kind.FAILURE, Status.PREDECESSOR, ())
-                    continue
-                if self._refused(request, index, decoded):
-                    poisoned = request.strict
-                    continue
-                ok = self._run_one(request, index, method, args, kwargs, started, decoded)
-                poisoned = request.strict and not ok
-                started = decoded = time.monotonic_ns()
+            self._run_batch(request, calls, started, decoded)
         if self._unwanted:
             self._unwanted.discard((request.session, request.lane, request.seq))
+
+    def _run_batch(self, request: Execute, calls: list[Any], started: int, decoded: int) -> None:
+        # Short results that follow closely leave in one message; not under fail-points, which stand around each.
+        holding = self._holding if request.lane == "main" and failpoints.active is None else None
+        held = None if holding is None else holding.hold(request)
+        poisoned = False
+        flushed = decoded
+        for index, (method, args, kwargs) in enumerate(calls):
+            if poisoned:
+                self._answers.finish(request, index, Kind.FAILURE, Status.PREDECESSOR, ())
+                continue
+            if self._refused(request, index, decoded):
+                poisoned = request.strict
+                continue
+            ok = self._run_one(request, index, method, args, kwargs, started, decoded, held)
+            poisoned = request.strict and not ok
+            started = decoded = time.monotonic_ns()
+            if holding is not None and (started - flushed > _HOLD_NS or index % _HOLD_CALLS == _HOLD_CALLS - 1):
+                holding.flush()
+                flushed = started
+        if holding is not None:
+            holding.flush(over=True)
 
     def _refused(self, request: Execute, index: int, now: int) -> bool:
         """Answer a call that is not to begin any more, and say so."""
@@ -250,8 +278,9 @@ class Executor:
         return False
 
     def _run_one(  # private, one caller, hot path
-        self, request: Execute, index: int, method: Any, args: Any, kwargs: Any, started: int, decoded: int
-    ) -> bool:
+        self, request: Execute, index: int, method: Any, args: Any, kwargs: Any, started: int, decoded: int,
+        held: deque[bytes] | None = None,
+    ) -> bool:  # fmt: skip
         seq = request.seq + index
         key = threading.get_ident()
         running[key] = CurrentCall(self, request, method, seq, decoded)
@@ -284,7 +313,11 @@ class Executor:
             return False
         finally:
             running.pop(key, None)
-        self._answers.finish(request, index, Kind.RESULT, Status.OK, frames)
+        body = frames[0]
+        if held is not None and type(body) is bytes and len(frames) == 1 and len(body) <= INLINE_BYTES:
+            held.append(body)
+        else:
+            self._answers.finish(request, index, Kind.RESULT, Status.OK, frames)
         self._record(request, seq, method, started, decoded, ended, "OK")
         self.done += 1
         return True
