@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from zbus.testing.simulation import replay, run_seed, run_seeds
+from zbus.testing.simulation.exhaustive import explore
+from zbus.testing.simulation.mutants import applied
+from zbus.testing.simulation.shrink import shrink
 
 CORPUS = [
     (line.split()[0], int(line.split()[1]))
@@ -105,6 +108,40 @@ def test_the_command_prints_one_json_object():
     assert told["violations"] == []
     assert told["runs_per_s"] > 0
     assert told["coverage"]["outcome: OK"] > 0
+
+
+def test_claims_hold_on_a_lagging_file_server():
+    """I8: in 150 interleavings with lost replies, stale handles and late names, each claim has one winner."""
+    report = run_seeds(range(150), "registry")
+    assert not report.failures, report.failures[0]
+    assert min(report.covered["registry", what] for what in ("names that lag", "lost replies", "stale handles")) > 20
+
+
+def test_small_scopes_hold_with_any_single_fault():
+    """Two requests and each fault at each message, HELLO included, in every scope: complete."""
+    report = explore(faults=1)
+    assert not report.failures, report.failures[0]
+    assert report.runs > 500
+
+
+@pytest.mark.ci
+def test_small_scopes_hold_with_any_two_faults():
+    """As above with every pair of faults: some 24,000 runs, complete."""
+    report = explore()
+    assert not report.failures, report.failures[0]
+    assert report.runs > 20_000
+
+
+def test_a_failing_seed_is_made_small():
+    """The shrunk run breaks the same rule with fewer faults and a short story; a seed that holds has none."""
+    assert shrink(1) is None
+    with applied("no_dedup"):
+        failure = run_seeds(range(1000)).failures[0]
+        shrunk = shrink(failure.seed)
+    assert shrunk.failure.rule == failure.rule
+    assert shrunk.knobs.requests == 1
+    assert len(shrunk.failure.story) < 20
+    assert f"--shrink {failure.seed} --size small" in str(shrunk)
 
 
 def _must_have_happened(least, *reports):

@@ -6,8 +6,10 @@ import argparse
 import json
 import sys
 
+from zbus.testing.simulation.exhaustive import explore
 from zbus.testing.simulation.mutants import MUTANTS, run_mutants
 from zbus.testing.simulation.runner import Report, replay, run_for
+from zbus.testing.simulation.shrink import shrink
 
 __all__ = ["main"]
 
@@ -17,14 +19,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zbus.testing.simulation", description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="how long to run seeds (default 10)")
     parser.add_argument("--seed", type=int, default=0, help="first seed (default 0)")
-    parser.add_argument("--size", choices=("small", "large", "mixed"), default="small", help="size of the runs")
+    parser.add_argument(
+        "--size", choices=("small", "large", "mixed", "registry"), default="small", help="size of the runs"
+    )
     parser.add_argument("--failures", type=int, default=1, help="stop after so many failing seeds (default 1)")
     parser.add_argument("--replay", type=int, metavar="SEED", help="play one seed and tell its story")
+    parser.add_argument("--shrink", type=int, metavar="SEED", help="make a failing seed small and tell its story")
+    parser.add_argument("--exhaustive", action="store_true", help="play every schedule of the small scopes")
     parser.add_argument("--mutants", action="store_true", help="break the machines by hand, each must be noticed")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     if options.mutants:
         return _mutants(as_json=options.json)
+    if options.exhaustive:
+        report = explore()
+        print(json.dumps(report.as_json(), indent=1) if options.json else _text(report))  # noqa: T201
+        return int(bool(report.failures))
+    if options.shrink is not None:
+        shrunk = shrink(options.shrink, "large" if options.size == "large" else "small", lines=1000)
+        print(shrunk or f"seed {options.shrink} breaks nothing")  # noqa: T201
+        return int(shrunk is not None)
     if options.replay is not None:
         size = "small" if options.size == "mixed" else options.size
         print(failure := replay(options.replay, size, lines=1000))  # noqa: T201

@@ -152,8 +152,9 @@ class Ledger:
             return
         for call, excuse in zip(calls, excused, strict=True):
             outcome = call.outcome
-            if outcome is not None and outcome.kind in _PROVED and outcome.reason in ("gang", "deadline", "cancelled"):
-                broken("P4", f"{call!r} is told {outcome.reason} before the start, but {ran[0]!r} started")
+            told = "" if outcome is None or outcome.kind not in _PROVED else outcome.reason
+            if told == "gang" or (told in ("deadline", "cancelled") and not excuse):
+                broken("P4", f"{call!r} is told {told} before the start, but {ran[0]!r} started")
             if not call.started and not excuse:
                 broken("P4", f"{ran[0]!r} started and {call!r} did not")
 

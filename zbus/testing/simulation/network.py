@@ -42,11 +42,12 @@ class Connection:
 class Network:
     """All connections of one run."""
 
-    __slots__ = ("_made", "_world", "by_peer")
+    __slots__ = ("_made", "_world", "by_peer", "sent")
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._made = 0
+        self.sent = 0  # messages, counted where there is a script
         self.by_peer: dict[bytes, Connection] = {}
 
     def connect(self, link: SimLink, worker: SimWorker) -> Connection:
@@ -67,6 +68,8 @@ class Network:
             covered["unroutable"] += 1
             return
         knobs = world.knobs
+        if world.script is not None and self._scripted(connection, side, header, buffers):
+            return
         message: Any = frames.encode(header, buffers) if knobs.wire else (header, buffers)
         now = world.now
         when = now + knobs.delay
@@ -85,6 +88,26 @@ class Network:
         when = max(when, connection.last[side], connection.blocked[side])
         connection.last[side] = when
         heappush(world.heap, (when, world.next_number(), self._arrive, (connection, side, message, False)))
+
+    def _scripted(self, connection: Connection, side: int, header: Header, buffers: Buffers) -> bool:
+        """Do what the script says of this message; whether that was all of it."""
+        world = self._world
+        self.sent += 1
+        fault = (world.script or {}).get(self.sent - 1)
+        if fault is None:
+            return False
+        world.covered["scripted", fault] += 1
+        if fault in {"copy", "late copy"}:
+            when = world.now + (2 if fault == "copy" else 400) * MS
+            message: Any = frames.encode(header, buffers) if world.knobs.wire else (header, buffers)
+            heappush(world.heap, (when, world.next_number(), self._arrive, (connection, side, message, True)))
+            return False
+        if fault == "break":
+            world.after(0, world.cut, connection.link, "the connection was lost")
+            return False
+        if fault == "crash":
+            world.crash(connection.worker)
+        return True
 
     def broke(self, connection: Connection) -> None:
         """Break a connection: nothing more is sent on it."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
 from zbus.protocol.messages import Kind, Status
 from zbus.testing.simulation.ledger import Violation
+from zbus.testing.simulation.registry import claims
 from zbus.testing.simulation.world import World
 
-__all__ = ["Failure", "Report", "replay", "run_for", "run_seed", "run_seeds"]
+__all__ = ["Failure", "Report", "replay", "run_for", "run_seed", "run_seeds", "tell_failure"]
 
 STORY_LINES: Final = 60
+_CLAIMS_EVERY: Final = 64
+"""Seeds between two races for claims, which take some ten times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,13 @@ class Failure:
     @property
     def command(self) -> str:
         """The command that plays it again."""
-        return f"python -m zbus.testing.simulation --replay {self.seed} --size {self.size}"
+        begin = "python -m zbus.testing.simulation"
+        if self.size.startswith("exhaustive"):
+            return f"{begin} --exhaustive"
+        if self.size.startswith("shrunk"):
+            _, _, seed, size = self.size.split()
+            return f"{begin} --shrink {seed} --size {size}"
+        return f"{begin} --replay {self.seed} --size {self.size}"
 
     def __str__(self) -> str:
         lines = "\n".join(f"  {line}" for line in self.story)
@@ -83,8 +92,10 @@ class Report:
 def run_seed(seed: int, size: str = "small", *, report: Report | None = None) -> Failure | None:
     """Play one run; None if every rule held. A failing run is played again to tell its story."""
     report = Report() if report is None else report
-    world = World(seed, size, report.covered)
     report.runs += 1
+    if size == "registry":
+        return _run_claims(seed, report)
+    world = World(seed, size, report.covered)
     try:
         world.run()
     except Exception:  # noqa: BLE001  # whatever a machine raises is a failure of that seed
@@ -95,10 +106,27 @@ def run_seed(seed: int, size: str = "small", *, report: Report | None = None) ->
     return None
 
 
+def _run_claims(seed: int, report: Report) -> Failure | None:
+    try:
+        claims(seed, report.covered)
+    except Violation as error:
+        failure = Failure(seed, "registry", error.rule, str(error), ())
+        report.failures.append(failure)
+        return failure
+    return None
+
+
 def replay(seed: int, size: str = "small", *, lines: int = STORY_LINES) -> Failure:
     """Play a failing run again and return it with its story; a run that holds has the rule ``none``."""
+    if size == "registry":
+        return _run_claims(seed, Report()) or Failure(seed, size, "none", "nothing was broken", ())
+    return tell_failure(seed, size, lambda story: World(seed, size, defaultdict(int), story), lines=lines)
+
+
+def tell_failure(seed: int, size: str, make: Callable[[deque[str]], World], *, lines: int = STORY_LINES) -> Failure:
+    """Play a run that ``make`` builds around a story, and return it with that story."""
     story: deque[str] = deque(maxlen=lines)
-    world = World(seed, size, defaultdict(int), story)
+    world = make(story)
     try:
         world.run()
     except Violation as error:
@@ -130,6 +158,10 @@ def run_for(seconds: float, first_seed: int = 0, size: str = "small", *, stop_af
         this = ("large" if seed % 16 == 0 else "small") if size == "mixed" else size
         if run_seed(seed, this, report=report) is not None and len(report.failures) >= stop_after:
             break
+        if seed % _CLAIMS_EVERY == 0:
+            run_seed(seed, "registry", report=report)
+            if len(report.failures) >= stop_after:
+                break
         seed += 1
     report.seconds = time.perf_counter() - began
     report.cpu_seconds = time.process_time() - cpu_began

@@ -153,6 +153,8 @@ class SimWorker:
                     world.ledger.held(self.incarnation, header.session, header.lane, header.seq)
                 connection = world.network.by_peer.get(effect.peer or b"")
                 world.network.send(connection, 0, effect.header, effect.buffers)
+                if not self.alive:  # its script says that it dies here
+                    return
             elif kind is Execute:
                 self._begin(effect)  # type: ignore[arg-type]
             elif kind is CancelRunning:

@@ -48,12 +48,14 @@ class World:
         covered: Counters to add to.
         story: Where the last events are told, or None to save the time.
         knobs: Instead of drawn ones.
+        script: What befalls which message, by the number of its sending from 0: ``lose``, ``copy``, ``late copy``,
+            ``break`` (of its connection, after it), ``crash`` (of its worker, before it).
     """
 
     __slots__ = (
         "_number", "_slots", "_token", "controllers", "covered", "events", "faulty", "heap", "hello_every", "knobs",
-        "later", "ledger", "link_names", "network", "now", "paused_until", "random", "rng", "seed", "story", "timing",
-        "workers",
+        "later", "ledger", "link_names", "network", "now", "paused_until", "random", "rng", "script", "seed", "story",
+        "timing", "workers",
     )  # fmt: skip
 
     def __init__(
@@ -63,8 +65,10 @@ class World:
         covered: dict[object, int],
         story: deque[str] | None = None,
         knobs: Knobs | None = None,
+        script: dict[int, str] | None = None,
     ) -> None:
         self.seed = seed
+        self.script = script
         self.rng = Random(seed)  # noqa: S311  # a schedule, not a secret
         self.random = self.rng.random
         later = Random(seed ^ _LATER)  # noqa: S311  # as above
@@ -129,7 +133,7 @@ class World:
             if worker.alive and self.knobs.takeovers:
                 worker.check_orphans()
         self._check_gangs()
-        if self.knobs.faultless:
+        if self.knobs.faultless and not self.script:
             self._check_calm()
 
     def _set_up(self) -> None:
@@ -303,7 +307,7 @@ class World:
         worker.alive = False
         for connection in list(self.network.by_peer.values()):
             if connection.worker is worker and connection.alive:
-                self._cut(connection.link, "the connection was lost")
+                self.cut(connection.link, "the connection was lost")
         report = worker.journal_report()
         for controller in self.controllers:
             self.after(int(self.random() * 80 * MS), controller.observe_end, worker.incarnation, "worker_exit", report)
@@ -333,7 +337,7 @@ class World:
         link.connection = self.network.connect(link, listener)
         link.on_link_up()
 
-    def _cut(self, link: SimLink, why: str) -> None:
+    def cut(self, link: SimLink, why: str) -> None:
         """Break a link's connection; the caller notices a little later, or only by the next connection."""
         connection = link.connection
         if connection is None or not connection.alive:
@@ -377,7 +381,7 @@ class World:
         link = self._any_link()
         if link is not None:
             self.covered["fault", "break"] += 1
-            self._cut(link, "the connection was lost")
+            self.cut(link, "the connection was lost")
 
     def _crash_any(self) -> None:
         worker = self._any_worker()
@@ -428,7 +432,7 @@ class World:
                 for side in (0, 1):
                     connection.blocked[side] = max(connection.blocked[side], worker.blocked[side])
                 if connection.alive and self.random() < 0.4:
-                    self.after(int(self.random() * 100 * MS), self._cut, connection.link, "no heartbeat")
+                    self.after(int(self.random() * 100 * MS), self.cut, connection.link, "no heartbeat")
         if lease and self._slots[worker.slot] is worker:
             self.covered["fault", "lease"] += 1
             for controller in self.controllers:
