@@ -88,6 +88,11 @@ class Arrows:
                 span = next((n for _, n in reversed(opened) if any(mark in args(n) for mark in marks)), span)
             places.append((number, phase, arrow, span))
 
+    def take(self, numbers: list[int], spans: list[int]) -> None:
+        """Give ends to these spans."""
+        ends = self.ends
+        self._places.extend((n, ends[n][0], ends[n][1], s) for n, s in zip(numbers, spans, strict=True))
+
     def settle(self, *, several: bool, taken: Callable[[list[int]], set[int]]) -> tuple[list[int], list[int]]:
         """Decide once all ends are placed; return the numbers that leave, and those that arrive.
 

@@ -136,8 +136,8 @@ def _head(source: Source) -> Choice:
         ts = event.ts
         if event.ph != "M" and ts is not None and -MAX_US < ts < MAX_US and (first is None or ts < first):
             first = ts
-        if number >= _HEAD_EVENTS:
-            break
+        if number >= _HEAD_EVENTS and not Anchor(round((first or 0.0) * 1000)).is_absolute():
+            break  # of epoch times all are looked at: the earliest becomes 0, wherever it stands
     anchor = Anchor(round((first or 0.0) * 1000))
     base = int(first) if first is not None and anchor.is_absolute() else 0
     return Choice(source, anchor, source.role, source.rank, "", 0, base_us=base)

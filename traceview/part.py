@@ -253,6 +253,7 @@ class _Part:
         self._spans: list[Event] = []
         self._others: list[Event] = []
         self._clean: dict[bytes, msgspec.Raw] = {}  # args of counters, as they were and without what is no number
+        self._plain: set[int] = set()  # threads of the segment whose spans nest
         self._bound_numbers: Ints = np.zeros(0, dtype=np.int64)
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -310,6 +311,10 @@ class _Part:
             self._check_writers(events)
         start = self._moved(ts)
         end = self._moved(ts + self._durations(events)) if spans else start
+        if len(start) and int(start.min()) < 0:
+            text = f"{self._label} has events before the run began: put to its begin"
+            self._problem("ZT0108", "negative_ts", text, int((start < 0).sum()))
+            start, end = np.maximum(start, 0), np.maximum(end, 0)
         if not self._job.keep.all():
             kept = self._job.keep.mask(events, start, end, spans=spans)
             events = [e for e, keep in zip(events, kept.tolist(), strict=True) if keep]
@@ -322,7 +327,11 @@ class _Part:
         else:  # counters belong to the process, not to a row
             tids = [_COUNTER_TID if e.ph == "C" else e.tid for e in events]
             thread = np.array([lookup[e.pid, t] for e, t in zip(events, tids, strict=True)], dtype=np.int64)
-        track = np.array([hash(e.track) if e.track else 0 for e in events], dtype=np.int64)
+        tracks = [e.track for e in events]
+        if any(tracks):
+            track = np.array([hash(one) if one else 0 for one in tracks], dtype=np.int64)
+        else:
+            track = np.zeros(len(events), dtype=np.int64)
         if not spans:
             self._note_arrows(events)
         self._note_times(thread, start, end, track)
@@ -652,6 +661,7 @@ class _Part:
             starts, ends = start[numbers], end[numbers]
             if not one.tracked and len(one.tids) <= 1 and starts[0] >= one.floor and _nested(starts, ends):
                 tids[numbers] = self._tid(one, 0)
+                self._plain.add(one.index)
                 continue
             rows = self._place(one, starts.tolist(), ends.tolist(), track[numbers].tolist(), span[numbers].tolist())
             used = np.array([self._tid(one, row) for row in range(max(rows) + 1)], dtype=np.int64)
@@ -705,7 +715,10 @@ class _Part:
         for index in np.unique(thread[list(arrows.ends)]).tolist():
             mine = order[thread[order] == index]
             columns = (mine, start[mine], end[mine], span[mine])
+            if index in self._plain and self._find_nested(arrows, *columns):
+                continue
             arrows.find(zip(*(column.tolist() for column in columns), strict=True), store.args)
+        self._plain.clear()
         if arrows.alone:
             text = f"{self._label} has arrow ends outside of any span: dropped"
             self._problem("ZT0109", "arrow_without_span", text, arrows.alone)
@@ -713,6 +726,19 @@ class _Part:
         self._count_ends(out, into)
         self._bound_numbers = np.array(sorted({*arrows.bound, *arrows.kept}), dtype=np.int64)
         return arrows
+
+    @staticmethod
+    def _find_nested(arrows: Arrows, numbers: Ints, start: Ints, end: Ints, span: NDArray[np.bool_]) -> bool:
+        """Give all ends of a thread to the span begun last, if that is still open for all: then it is the inner one."""
+        places = np.arange(len(numbers))
+        before = np.maximum.accumulate(np.where(span, places, -1))
+        mine = np.flatnonzero(~span)
+        mine = mine[[number in arrows.ends for number in numbers[mine].tolist()]]
+        inner = before[mine]
+        if (inner < 0).any() or (end[inner] < start[mine]).any():
+            return False
+        arrows.take(numbers[mine].tolist(), numbers[inner].tolist())
+        return True
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

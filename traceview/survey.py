@@ -171,7 +171,7 @@ def survey(
     found = Survey(files=len(choices), run=next((c.run for c in choices if c.run), ""))
     finders = {True: StepFinder(), False: StepFinder()}
     for count, choice in enumerate(choices, 1):
-        _File(choice, found, finders).read(problems)
+        _File(choice, found, finders, alone=len(choices) == 1).read(problems)
         if on_progress is not None:
             on_progress(count, len(choices))
     if len(choices) == 1:
@@ -185,12 +185,15 @@ def survey(
 class _File:
     """The pass over one file."""
 
-    def __init__(self, choice: Choice, found: Survey, finders: dict[bool, StepFinder]) -> None:
+    def __init__(self, choice: Choice, found: Survey, finders: dict[bool, StepFinder], *, alone: bool) -> None:
         self._choice = choice
         self._found = found
         self._finders = finders
         self._ranks: dict[int, Rank] = {}
-        self._default: Who = (choice.role or choice.source.path.name, -1 if choice.rank is None else choice.rank)
+        self._default: Who = (
+            choice.role or ("trace" if alone else choice.source.path.name),
+            -1 if choice.rank is None else choice.rank,
+        )
 
     def read(self, problems: Problems) -> None:
         blocks = Blocks()
