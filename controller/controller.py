@@ -476,6 +476,11 @@ class Controller:
                 run_epoch_mono_ns=epoch.run_epoch_mono_ns,
                 clock_boot_id=epoch.clock_boot_id,
             )
+        if config.trace.sidecar:
+            from zbus.trace.launch import Sidecar
+
+            host = None if config.scheduler.transport == "ipc" else config.scheduler.bind
+            self._closers.callback(Sidecar.start(self.trial.path, host=host).stop)
         self._tracer = control.configure(
             settings, role="controller", rank=self._trace_rank, start=0 if epoch is None else epoch.epoch - 1
         )

@@ -237,6 +237,8 @@ class BatchFuture(Generic[T]):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
                     await self._until(enough)
+        if self._placement.is_late(self._call):  # their stacks are waited for here, where that blocks no loop
+            await asyncio.to_thread(self._placement.find, self._call, _STACKS_S)
 
     async def _answer_async(self) -> T:
         await self.wait_async()
@@ -310,6 +312,7 @@ class BatchFuture(Generic[T]):
                     self._answer = (self._merged(),)
                 except Exception as error:  # noqa: BLE001  # kept, so that every asker gets the same
                     self._error = error
+                self._placement.concluded(self._call, self._error is None)
             if self._error is not None:
                 raise self._error
             assert self._answer is not None  # noqa: S101  # one of the two is set above

@@ -113,7 +113,9 @@ class Placement:
         self._failed_at: dict[int, float] = {}
         tracer = get_tracer()
         self._tracer = tracer if tracer.rpc else None
+        self._batch = tracer.next_batch() if tracer.rpc else 0
         self._sent_ns = 0
+        self._last_ns = 0
         self._untraced: list[tuple[int, int, Outcome, int]] = []  # what came before ``place`` returned
         self._late = getattr(order.roster, "late", None)  # who watches calls that take too long
 
@@ -199,7 +201,7 @@ class Placement:
     def deliver(self, member: int, call: int, outcome: Outcome) -> None:
         """Take the outcome of one slot: what the placer is given as its sink."""
         if self._tracer is not None:
-            now_ns = time.monotonic_ns()
+            self._last_ns = now_ns = time.monotonic_ns()
             if self._placed is None:
                 self._untraced.append((member, call, outcome, now_ns))
             else:
@@ -264,7 +266,18 @@ class Placement:
             sum(map(_nbytes, order.payloads[member])),
             sum(map(_nbytes, outcome.payload or ())),
             outcome.kind.value,
+            self._batch,
         )
+
+    def concluded(self, call: int, merged: bool) -> None:  # noqa: FBT001  # one caller
+        """Record in the trace that the answer of one call was made now, or (not ``merged``) could not be."""
+        order, tracer = self.order, self._tracer
+        if tracer is not None:
+            now_ns = time.monotonic_ns()
+            tracer.bus_batch(
+                order.methods[call], self._batch, order.lane, len(order.ranks), len(order.methods),
+                order.submitted_ns, self._last_ns or now_ns, now_ns if merged else 0, "OK" if merged else "FAILED",
+            )  # fmt: skip
 
     def _take_chunk(self, _member: int, _number: int, item: Buffers) -> None:
         with self._lock:
@@ -498,6 +511,19 @@ class Placement:
     def _origin(self, member: int, call: int) -> Origin:
         order = self.order
         return Origin(order.roster, order.peers[member], order.methods[call], order.deadline_s, order.number)
+
+    def is_late(self, call: int) -> bool:
+        """Tell whether the error of a call says where ranks are that have not answered."""
+        return self._late is not None and (not self.slots.settled(call) or bool(self._timed_out(call)))
+
+    def find(self, call: int, timeout_s: float) -> None:
+        """Have the stacks of late ranks at hand when the error is made; waits up to ``timeout_s``. Not under a lock."""
+        if self._late is not None:
+            late = [*self.slots.missing(call), *self._timed_out(call)]
+            self._late.where({member: self.order.peers[member] for member in late if self.order.peers}, timeout_s)
+
+    def _timed_out(self, call: int) -> list[int]:
+        return [one.member for one in self.slots.failures(call) if one.outcome.reason == "deadline"]
 
     def whereabouts(self, call: int, timeout_s: float) -> dict[int, str]:
         """As ``late``, with where the engine of each is; waits up to ``timeout_s`` for that. Not under a lock."""

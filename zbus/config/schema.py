@@ -132,11 +132,13 @@ class TraceConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
         level: ``off``, ``rpc`` (bus and user spans) or ``full``.
         merge: Merge all files into one timeline when the run ends.
         root: Where trace files go; ``<trial>/traces`` where not given.
+        sidecar: Start a process that takes over the writing from all others.
     """
 
     level: Level = "rpc"
     merge: bool = True
     root: str | None = None
+    sidecar: bool = False
 
 
 class LogConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -387,7 +387,13 @@ class _Host:
             rank=self.config.rank,
             incarnation=self.config.incarnation,
             start=self.config.start,
-        )
+        ).add_gauge("bus", self._depth)
+
+    def _depth(self) -> dict[str, float]:
+        """Return how much waits and runs here, for the trace."""
+        with self.server.lock:
+            callee = self.server.callee
+            return {"queued": callee.queued, "running": callee.running}
 
     def _config_tracer(self, config: Mapping[str, Any] | None = None, role: str | None = None) -> None:
         control.config_perf_tracer(config, role or self.config.role, self.config.rank)
