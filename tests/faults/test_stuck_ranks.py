@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
@@ -152,3 +153,34 @@ def test_ranks_of_another_host_are_asked_through_their_agent(settled: Controller
     assert told == [{record.incarnation}]
     assert line_of("waits here") in dump.place
     assert future.result() == 4
+
+
+def test_the_callers_loop_runs_on_while_stacks_are_taken(settled: Controller) -> None:
+    """An awaited call that runs out of time says where the rank is, and blocks the caller's loop at no time."""
+
+    async def call() -> tuple[zbus.CallTimeout, float]:
+        longest, last, over = 0.0, time.monotonic(), False
+
+        async def tick() -> None:
+            nonlocal longest, last
+            while not over:
+                await asyncio.sleep(0.01)
+                longest, last = max(longest, time.monotonic() - last), time.monotonic()
+
+        ticking = asyncio.create_task(tick())
+        try:
+            await settled.group("actor")[6].options(deadline=0.4).step.aio("sleep", (6,), 1.5)
+        except zbus.CallTimeout as error:
+            return error, longest
+        finally:
+            over = True
+            await ticking
+        raise AssertionError
+
+    os.kill(settled.statuses(scaled(10))[WorkerName("actor", 6)]["pid"], signal.SIGSTOP)  # no stacks: the longest wait
+    try:
+        error, longest = asyncio.run(call())
+    finally:
+        os.kill(settled._members.roles["actor"].members[6].record.pid, signal.SIGCONT)  # type: ignore[union-attr]
+    assert "its process is stopped" in error.facts["at"]
+    assert longest < scaled(0.3), f"{longest:.2f} s"
