@@ -37,6 +37,7 @@ __all__ = [
     "BatchError",
     "CallCancelled",
     "CallError",
+    "CallStopped",
     "CallTimeout",
     "CodecError",
     "ConfigError",
