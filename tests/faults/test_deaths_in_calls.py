@@ -159,8 +159,9 @@ def test_the_call_right_after_a_death_names_it_too(kit: RunKit) -> None:
     go = kit.directory / "go"
     running = kit.start(f"target={kit_driver('idle')}", f"params.go={go}")
     running.wait_err("ready")
+    victim = kit.pid(1)
+    os.kill(victim, signal.SIGKILL)
     go.touch()
-    os.kill(kit.pid(1), signal.SIGKILL)
     done = running.end()
     assert done.code == 4
     assert "actor/1 died" in done.block
