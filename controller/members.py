@@ -145,6 +145,8 @@ class RoleMembers:
     def will_return(self, peer: Any) -> bool:
         """Tell whether a rank that is gone will be started again by policy."""
         member = self.members[peer.name.rank]
+        if getattr(peer, "reason", "") == "superseded":
+            return False  # it lives, and obeys another controller
         return self.job.restart != "never" and member.error is None and not self.agent_end
 
     @property
@@ -493,6 +495,9 @@ class Members:
     def _tell(self, member: Member, reason: str, evidence: str) -> None:
         """Log an end that nobody asked for; as a warning if no call will tell of it."""
         if self._ending or (member.exited is not None and member.exited.stopped):
+            return
+        if reason == "superseded":
+            log.warning("%s is no longer this controller's: %s", member.name, evidence)
             return
         starting = member.phase != Phase.READY
         told_by_call = starting or (member.peer is not None and member.peer.had_calls)

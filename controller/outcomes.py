@@ -14,6 +14,7 @@ from zbus.errors import (
     CallCancelled,
     CallError,
     CallTimeout,
+    Fenced,
     NotExecuted,
     OutcomeUnknown,
     Unavailable,
@@ -21,7 +22,7 @@ from zbus.errors import (
 )
 from zbus.protocol.messages import Outcome, OutcomeKind
 
-__all__ = ["AT", "Origin", "WaitTimeout", "batch_error", "error_of", "is_echo", "spans", "unavailable"]
+__all__ = ["AT", "Origin", "Superseded", "SupersededRefusal", "WaitTimeout", "batch_error", "error_of", "is_echo", "spans", "unavailable"]
 
 
 class WaitTimeout(CallTimeout, TimeoutError):
@@ -36,6 +37,24 @@ class WaitTimeout(CallTimeout, TimeoutError):
         super().__init__(message, **fields)
         self.results = dict(results)
         self.late = dict(late)
+
+
+class Superseded(CallError, Fenced):
+    """Another controller has taken the trial over; the fields say what became of this call."""
+
+    code = Fenced.code
+    exit_code = Fenced.exit_code
+
+
+class SupersededRefusal(Unavailable, Fenced):
+    """Another controller has taken the trial over, so nothing was sent."""
+
+    code = Fenced.code
+    exit_code = Fenced.exit_code
+
+
+_SUPERSEDED: Final = "superseded"
+"""Reason of a peer that obeys another controller."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +132,10 @@ def unavailable(error: Unavailable, origin: Origin, names: str) -> Unavailable:
     facts = origin.roster.facts(origin.peer)
     name = origin.peer.name
     evidence = origin.peer.evidence
-    return Unavailable(
-        f"{names} died, so `{origin.method}` was sent to no rank",
+    superseded = error.reason == _SUPERSEDED
+    words = f"another controller has taken this trial over, so `{origin.method}` was sent to no rank"
+    return (SupersededRefusal if superseded else Unavailable)(
+        words if superseded else f"{names} died, so `{origin.method}` was sent to no rank",
         role=name.role,
         rank=name.rank,
         host=facts.host,
@@ -172,6 +193,9 @@ def _kind(outcome: Outcome, origin: Origin) -> tuple[type[CallError], str, dict[
         return _lost(outcome, origin)
     name = origin.peer.name
     who = f"{name.role}.{origin.method} on rank {name.rank}"
+    if outcome.reason == _SUPERSEDED:
+        state = "may have run" if outcome.kind is OutcomeKind.UNKNOWN else "did not run"
+        return Superseded, f"another controller has taken this trial over; {who} {state}: {outcome.evidence}", {}
     why = f": {outcome.evidence}" if outcome.evidence else ""
     ran = outcome.kind is OutcomeKind.UNKNOWN
     if outcome.kind is OutcomeKind.APP_ERROR:  # it followed our wish to end

@@ -92,7 +92,7 @@ def test_a_controller_that_was_replaced_is_fenced(tmp_path):
             worker = second._members.roles["actor"].members[0].record
             peer = late.connect(WorkerName("actor", 0), worker.incarnation, {"main": worker.main, "ctl": worker.ctl})
             late.wait(lambda: peer.state is PeerState.DEAD, scaled(10))
-            assert peer.reason == "fenced"
+            assert peer.reason == "superseded"
             assert "epoch 2" in peer.evidence
             late.close()
             factory.close()
@@ -100,6 +100,71 @@ def test_a_controller_that_was_replaced_is_fenced(tmp_path):
     finally:
         first.kill()
         first.wait()
+
+
+SUSPENDED = textwrap.dedent(
+    """
+    import sys
+    sys.path.insert(0, {here!r})
+    import zbus
+    from controller import Controller
+    from controller.render import exit_code_of
+    from launching import probes
+
+    roles = {{"actor": probes(2, orphans="wait", restart="{restart}")}}
+    bus = Controller.launch("test", roles, root={root!r}, trial="t")
+    actor = bus.group("actor")
+    out = actor[0].sleep.submit(1.5)
+    actor[0].note.submit("queued behind it")
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for call in (lambda: out.result(60), lambda: actor.note("late"), lambda: actor[1].note("later")):
+        try:
+            call()
+            print("answered", flush=True)
+        except BaseException as error:
+            cause = error.root if isinstance(error, zbus.BatchError) else error
+            print(isinstance(cause, zbus.Fenced), isinstance(cause, zbus.WorkerLost), exit_code_of(error), flush=True)
+    """
+)
+
+
+@pytest.mark.parametrize("restart", ["never", "one"])
+def test_a_suspended_controller_is_told_that_it_was_replaced(tmp_path, monkeypatch, restart):
+    """SIGSTOP, takeover as from another host whose lease check passed, SIGCONT: Fenced, exit 11, nothing runs."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUSPENDED.format(here=str(HERE), root=str(tmp_path), restart=restart)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr("controller.controller.refuse_living", lambda *_, **__: None)
+        monkeypatch.setattr("zbus.config.TrialDir.lock", lambda *_: None)
+        with Controller.takeover(tmp_path / "test" / "t", timeout=scaled(30)) as second:
+            process.send_signal(signal.SIGCONT)
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "answered\n", "what ran may end, and its answer still comes"
+            assert [process.stdout.readline().split() for _ in range(2)] == [["True", "False", "11"]] * 2
+            notes = second.group("actor").notes()
+        assert notes == [[], []]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+def test_a_second_launch_on_a_running_trial_is_refused(tmp_path):
+    """Two controllers at once: the second one hears who holds the trial, and the first one goes on."""
+    with launch(tmp_path, {"actor": probes(1)}, trial="t") as bus:
+        with pytest.raises(zbus.TrialError, match=r"in use|alive|running"):
+            Controller.launch("test", {"actor": probes(1)}, root=tmp_path, trial="t")
+        assert bus.group("actor").echo(1) == 1
+        assert bus.epoch == 1
 
 
 def test_a_trial_without_a_controller_cannot_be_taken_over(tmp_path):

@@ -94,6 +94,7 @@ class BatchSlots:
 _CLASS: Final = {
     "worker_exit": 0,
     "lease": 1,
+    "superseded": 0,
     "fenced": 2,
     "deadline": 3,
     "evicted": 3,

@@ -198,7 +198,8 @@ class _Link:
             Status.FENCED_INCARNATION: "another incarnation answers at its address",
             Status.DRAINING: "it is shutting down",
         }.get(Status(header.status), "it refused the session")
-        self.client.declare_dead(self.peer, reason="fenced", evidence=evidence)
+        reason = "superseded" if header.status == Status.FENCED_EPOCH else "fenced"
+        self.client.declare_dead(self.peer, reason=reason, evidence=evidence)
 
 
 _ABOUT_SESSIONS: Final = frozenset({int(Kind.WELCOME), int(Kind.NACK), int(Kind.PONG), int(Kind.BYE)})
