@@ -217,6 +217,8 @@ def main() -> None:
         told = {"counts": counts, "first": first}
         answer = {"number": job.number, "report": report_dict(report), "part": part, "problems": told}
         print(json.dumps(answer), flush=True)  # noqa: T201  # our protocol
+        del report, answer
+        gc.collect()
 
 
 def _warned(warned: Warned) -> tuple[str, str, str]:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import os
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from traceview.choose import Choice, choose, total_bytes
 from traceview.chrome import ChromeEncoder, chrome_end, chrome_head
@@ -187,8 +191,7 @@ def _sum_up(report: MergeReport, parts: list[PartReport], problems: Problems) ->
     out, into = sum(p.arrows[0] for p in parts), sum(p.arrows[1] for p in parts)
     joined: int | None = None
     if all(len(p.out_ends) >= p.arrows[0] and len(p.in_ends) >= p.arrows[1] for p in parts):
-        ends = {end for part in parts for end in part.out_ends}
-        joined = len(ends.intersection(*[{end for part in parts for end in part.in_ends}]))
+        joined = len(np.intersect1d(_numbers([p.out_ends for p in parts]), _numbers([p.in_ends for p in parts])))
     report.arrows = {"out": out, "in": into, "joined": joined}
     if report.events > _BIG_EVENTS and report.format == "chrome":
         text = f"{report.events} events: viewers get slow; --steps, --min-dur or -o merged.pftrace help"
@@ -196,6 +199,10 @@ def _sum_up(report: MergeReport, parts: list[PartReport], problems: Problems) ->
     report.problems = problems.by_kind()
     report.warnings = [(w.code, w.text) for w in problems.first]
     report.incomplete = problems.incomplete()
+
+
+def _numbers(ends: list[array[int]]) -> NDArray[np.uint64]:
+    return np.concatenate([np.frombuffer(one, dtype=np.uint64) for one in ends if one] or [np.zeros(0, np.uint64)])
 
 
 def _head(report: MergeReport, parts: list[PartReport], form: str) -> bytes:

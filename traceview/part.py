@@ -761,8 +761,12 @@ class _Part:
         return self._report
 
     def close(self) -> None:
-        """Release the temporary file."""
+        """Release the temporary file, and what refers to itself: nobody collects garbage during a merge."""
         self._segment.store.close()
+        self._lookup = _Lookup(lambda _pid, _tid: 0)
+        for process in self._processes:
+            process.threads.clear()
+        self._threads.clear()
 
 
 def _nested(starts: Ints, ends: Ints) -> bool:
