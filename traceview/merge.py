@@ -49,7 +49,6 @@ class MergeReport:
         problems: Damage and doubts, by kind.
         warnings: The first places of each kind, as (code, text).
         incomplete: Whether ``--strict`` would refuse.
-        causality_violations: Arrows that arrive before they leave, beyond the clocks' stated error (None: not looked).
         bytes: Size of the output.
         wall_s: Seconds taken.
     """
@@ -64,7 +63,6 @@ class MergeReport:
     problems: dict[str, int] = field(default_factory=dict)
     warnings: list[tuple[str, str]] = field(default_factory=list)
     incomplete: bool = False
-    causality_violations: int | None = None
     bytes: int = 0
     wall_s: float = 0.0
 
