@@ -22,7 +22,18 @@ from zbus.errors import (
 )
 from zbus.protocol.messages import Outcome, OutcomeKind
 
-__all__ = ["AT", "Origin", "Superseded", "SupersededRefusal", "WaitTimeout", "batch_error", "error_of", "is_echo", "spans", "unavailable"]
+__all__ = [
+    "AT",
+    "Origin",
+    "Superseded",
+    "SupersededRefusal",
+    "WaitTimeout",
+    "batch_error",
+    "error_of",
+    "is_echo",
+    "spans",
+    "unavailable",
+]
 
 
 class WaitTimeout(CallTimeout, TimeoutError):

@@ -238,7 +238,9 @@ class Executor:
         decoded = time.monotonic_ns()
         if request.calls == 1:
             method, args, kwargs = calls[0]
-            if not self._refused(request, 0, decoded):
+            deadline_ns = request.deadline_ns
+            late = self._unwanted or (deadline_ns is not None and decoded >= deadline_ns)
+            if not late or not self._refused(request, 0, decoded):
                 self._run_one(request, 0, method, args, kwargs, started, decoded)
         else:
             self._run_batch(request, calls, started, decoded)
