@@ -619,7 +619,9 @@ class _Part:
         self, events: list[Event], numbers: Ints, arrows: Arrows, more: dict[int, list[tuple[int, bool, bool]]]
     ) -> None:
         """Write the arrows found for these spans into them; ends that stay get their new id."""
-        wanted = np.flatnonzero(np.isin(numbers, self._bound_numbers, kind="sort"))
+        known = self._bound_numbers
+        nearest = np.minimum(np.searchsorted(known, numbers), len(known) - 1)
+        wanted = np.flatnonzero(known[nearest] == numbers) if len(known) else nearest[:0]
         for place, number in zip(wanted.tolist(), numbers[wanted].tolist(), strict=True):
             event = events[place]
             ends = arrows.bound.get(number)
