@@ -108,6 +108,7 @@ def test_a_call_that_had_its_outcome_gets_no_other() -> None:
     lane.place((b"x",), 1, 1, NOW + 1, NOW)
     lane.receive(_reply(Kind.PROGRESS, 0, Status.RUNNING), (), NOW)
     effects = [*lane.on_timer(NOW + 2), *lane.receive(_reply(Kind.PROGRESS, 0, Status.RUNNING), (), NOW + 3)]
+    effects += lane.on_timer(NOW + 3 + lane.timing.stop_grace)
     assert [effect for effect in effects if isinstance(effect, Finish)]
     assert _settled(lane, _history(upto=1, ended=[(0, 0)])) == {}
 
