@@ -204,7 +204,7 @@ def normal(text: str) -> str:
     """Replace what differs from run to run: pids, host, times, sizes, directories."""
     import socket
 
-    text = text.replace(f"{DRIVERS}/", "")
+    text = text.replace(f"{DRIVERS}/", "").replace(f"{DRIVERS.parents[2]}/", "")
     text = re.sub(rf"\b(host|on) {re.escape(socket.gethostname())}\b", r"\1 HOST", text)
     text = re.sub(r"\bpid \d+", "pid PID", text)
     text = re.sub(r"\b[\d.]+ s\b", "N s", text)
