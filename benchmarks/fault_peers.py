@@ -380,11 +380,12 @@ class Dask(Peer):
             return told("error", error)
 
     def pid(self, rank: int) -> int:
-        address = self._addresses()[rank]
-        return int(self.client.run(os.getpid, workers=[address])[address])
+        where = [self._addresses()[rank]]
+        return int(self.client.submit(os.getpid, pure=False, workers=where, allow_other_workers=False).result(5))
 
     def replace(self, rank: int) -> bool:
-        for _ in range(100):  # a nanny starts dead workers again
+        until = time.monotonic() + 15.0
+        while time.monotonic() < until:  # a nanny starts dead workers again
             with contextlib.suppress(Exception):
                 for one in range(WORKERS):
                     self.pid(one)
