@@ -69,11 +69,15 @@ def test_held_ports_arrive_listening_and_survive_a_restart(kit: AgentKit, use_te
 def test_rank_zero_gets_the_socket_of_the_torch_store(kit: AgentKit, use_template: bool) -> None:
     """Rank 0 gets a listening socket, all ranks its port, and a new generation gets a new socket."""
     go = kit.trial.path / "go"
-    kit.lead(kit.job(f"store;until:{go};exit:5", world_size=2, restart="all", max_restarts=1, restart_window_s=60.0))
+    kit.lead(
+        kit.job(f"store;until:{go};first;exit:5", world_size=2, restart="all", max_restarts=1, restart_window_s=60.0)
+    )
     agent = kit.agent(nproc=2, use_template=use_template)
     kit.wait_log("store", rank=0)
     kit.wait_log("store", rank=1)
     go.touch()
+    kit.wait_log("store", rank=0, start=1)
+    agent.terminate()
     kit.end(agent)
     first, second = kit.log(0, 0).split(), kit.log(0, 1).split()
     assert first[:2] == second[:2] == ["store", "True"]
