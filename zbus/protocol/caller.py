@@ -365,8 +365,8 @@ class CallerLane:
                 continue
             request.gap_until_ns = 0
             request.probe_gap = 0
-            # A released request was POISED there, so a cursor below it is stale: sent again as SKIP once it is unwanted,
-            # it would stay behind on this rank while the others run.
+            # A released request was POISED there, so a cursor below it is stale: sent again, as SKIP once it is
+            # unwanted, it would stay behind on this rank while the others run.
             if request.seq >= callee_next and request.together != _RELEASED:
                 self._transmit(request, now, effects)
             else:
