@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import importlib
-import importlib.util
 import inspect
 import re
 import runpy
@@ -17,6 +16,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from zbus.errors import ConfigError
+from zbus.runtime.loader import import_file
 
 __all__ = ["Target", "call_driver", "find_driver", "parse_target", "run_script", "takes_run"]
 
@@ -102,19 +102,7 @@ def find_driver(target: Target) -> Driver:
 
 def _load_file(file: Path) -> ModuleType:
     put_first(file.parent)
-    name = file.stem if file.stem not in sys.modules else f"_zbus_driver_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        msg = f"{file} cannot be loaded as Python"
-        raise ConfigError(msg)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    return import_file(file)
 
 
 def _load_module(name: str) -> ModuleType:

@@ -10,10 +10,12 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
+import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Final
@@ -21,9 +23,10 @@ from typing import Final
 from zbus.engine import EndpointSpec, Engine, endpoints_of, table_to_wire
 from zbus.errors import EngineLoadError
 
-__all__ = ["digest_of", "load_engine"]
+__all__ = ["digest_of", "import_file", "load_engine"]
 
 _OURS: Final = ("workers", "controller", "traceview", "zbus")
+_PRIVATE: Final = re.compile(r"^_zbus_file_\d+_")
 
 
 def load_engine(path: str, *, base: Path | None = None) -> type[Engine]:
@@ -64,7 +67,9 @@ def digest_of(cls: type[Engine], table: Mapping[str, EndpointSpec] | None = None
         source = inspect.getsource(cls)
     except (OSError, TypeError):
         source = ""
-    text = f"{cls.__module__}:{cls.__qualname__}\n{declared}\n{source}"
+    # One side may have had to import the file under its private name.
+    module = _PRIVATE.sub("", cls.__module__)
+    text = f"{module}:{cls.__qualname__}\n{declared}\n{source}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -96,24 +101,41 @@ def _load_file(name: str, path: str, base: Path | None) -> ModuleType:
         msg = f"engine {path!r}: there is no file {str(file)!r}"
         raise EngineLoadError(msg, hint="the path is relative to the configuration file, or to the current directory")
     file = file.resolve()
-    module_name = file.stem
-    known = sys.modules.get(module_name)
-    if known is not None and getattr(known, "__file__", None) == str(file):
-        return known
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
-    spec = importlib.util.spec_from_file_location(module_name, file)
+    return import_file(file)
+
+
+def import_file(file: Path) -> ModuleType:
+    """Import one ``.py`` file, once: under its stem, or under a private name where another module has that one.
+
+    Raises:
+        ImportError: The file is no Python source. What the module itself raises passes through.
+    """
+    for name in _names(file.stem):
+        known = sys.modules.get(name)
+        if known is None:
+            break
+        if getattr(known, "__file__", None) == str(file):
+            return known
+    spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        msg = f"engine {path!r}: {str(file)!r} cannot be imported"
-        raise EngineLoadError(msg)
+        msg = f"{str(file)!r} cannot be imported as Python"
+        raise ImportError(msg)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        sys.modules.pop(module_name, None)
+        del sys.modules[name]
         raise
     return module
+
+
+def _names(stem: str) -> Iterator[str]:
+    yield stem
+    for number in itertools.count(2):
+        yield f"_zbus_file_{number}_{stem}"
 
 
 def _import_failed(path: str, error: BaseException) -> EngineLoadError:
