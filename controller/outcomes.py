@@ -93,23 +93,12 @@ def error_of(outcome: Outcome, origin: Origin) -> CallError:
     if outcome.kind is OutcomeKind.APP_ERROR and not outcome.reason:
         return _remote(outcome, origin, facts)
     cls, text, more = _kind(outcome, origin)
-    name = origin.peer.name
     error = cls(
         text,
-        role=name.role,
-        rank=name.rank,
-        host=facts.host,
-        pid=facts.pid,
-        method=origin.method,
-        batch=origin.number,
+        **_place_of(origin, facts),
         attempts=outcome.attempts,
         outcome=outcome.kind.value,
         reason=outcome.reason,
-        exit_code_of_worker=facts.exit_code,
-        signal_of_worker=facts.signal,
-        log_tail=facts.log_tail,
-        crash_file=facts.crash_file,
-        hint=facts.hint,
         facts={**more, **facts.facts},
     )
     if outcome.reason == "deadline":
@@ -117,6 +106,23 @@ def error_of(outcome: Outcome, origin: Origin) -> CallError:
     if facts.log_tail:
         error.add_note(f"log {facts.facts.get('log', '')}: {facts.log_tail[-1]}")
     return error
+
+
+def _place_of(origin: Origin, facts: WorkerFacts) -> dict[str, Any]:
+    """Return what every error of a call says of its rank, as keywords of ``CallError``."""
+    return {
+        "role": origin.peer.name.role,
+        "rank": origin.peer.name.rank,
+        "host": facts.host,
+        "pid": facts.pid,
+        "method": origin.method,
+        "batch": origin.number,
+        "exit_code_of_worker": facts.exit_code,
+        "signal_of_worker": facts.signal,
+        "log_tail": facts.log_tail,
+        "crash_file": facts.crash_file,
+        "hint": facts.hint,
+    }
 
 
 def _add_place(error: CallError, origin: Origin) -> None:
@@ -141,26 +147,15 @@ def unavailable(error: Unavailable, origin: Origin, names: str) -> Unavailable:
         names: All dead ranks of the call, in words.
     """
     facts = origin.roster.facts(origin.peer)
-    name = origin.peer.name
     evidence = origin.peer.evidence
     superseded = error.reason == _SUPERSEDED
     words = f"another controller has taken this trial over, so `{origin.method}` was sent to no rank"
     return (SupersededRefusal if superseded else Unavailable)(
         words if superseded else f"{names} died, so `{origin.method}` was sent to no rank",
-        role=name.role,
-        rank=name.rank,
-        host=facts.host,
-        pid=facts.pid,
-        method=origin.method,
-        batch=origin.number,
+        **_place_of(origin, facts),
         attempts=0,
         outcome=OutcomeKind.NOT_EXECUTED.value,
         reason=error.reason,
-        exit_code_of_worker=facts.exit_code,
-        signal_of_worker=facts.signal,
-        log_tail=facts.log_tail,
-        crash_file=facts.crash_file,
-        hint=facts.hint,
         facts={**({"evidence": evidence} if evidence and "exit" not in facts.facts else {}), **facts.facts},
     )
 

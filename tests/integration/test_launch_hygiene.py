@@ -103,6 +103,21 @@ def listening(pids: set[int]) -> set[str]:
     return found
 
 
+def assert_as_before(before, tmp_path, short_dir, *, launches: int) -> None:
+    """Wait until nothing is there that was not there before; name what is left else."""
+    left: dict[str, object] = {}
+
+    def clean() -> bool:
+        left.clear()
+        left.update(take(str(tmp_path), short_dir).more_than(before))
+        return not left
+
+    try:
+        wait_until(clean, 5, "a host as it was before")
+    except AssertionError:
+        pytest.fail(f"left behind after {launches} launches: {left}")
+
+
 @pytest.mark.parametrize(
     "times",
     [5, pytest.param(20, marks=[pytest.mark.ci, pytest.mark.timeout(600)])],
@@ -129,17 +144,7 @@ def test_launches_leave_nothing_behind(tmp_path, short_dir, monkeypatch, times):
             first = take(str(tmp_path), short_dir)
             before.descriptors = first.descriptors
             assert len(first.descriptors) < 100
-    left: dict[str, object] = {}
-
-    def clean() -> bool:
-        left.clear()
-        left.update(take(str(tmp_path), short_dir).more_than(before))
-        return not left
-
-    try:
-        wait_until(clean, 5, "a host as it was before")
-    except AssertionError:
-        pytest.fail(f"left behind after {times} launches: {left}")
+    assert_as_before(before, tmp_path, short_dir, launches=times)
 
 
 def test_a_failed_launch_leaves_nothing_behind(tmp_path, short_dir, monkeypatch):
@@ -153,17 +158,7 @@ def test_a_failed_launch_leaves_nothing_behind(tmp_path, short_dir, monkeypatch)
             pytest.fail("an engine that does not exist was launched")
         if number == 0:
             before.descriptors = take(str(tmp_path), short_dir).descriptors
-    left: dict[str, object] = {}
-
-    def clean() -> bool:
-        left.clear()
-        left.update(take(str(tmp_path), short_dir).more_than(before))
-        return not left
-
-    try:
-        wait_until(clean, 5, "a host as it was before")
-    except AssertionError:
-        pytest.fail(f"left behind: {left}")
+    assert_as_before(before, tmp_path, short_dir, launches=2)
 
 
 def test_four_workers_answer_soon_after_launch(tmp_path):
