@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,14 @@ from traceview.merge import merge
 from traceview.problems import Problems
 from traceview.survey import survey
 
-SAMPLES = Path(__file__).parents[3] / "shared" / "samples"
+SHARED = Path(os.environ.get("ZBUS_TEST_SHARED") or Path(__file__).parents[3] / "shared")
+SAMPLES = SHARED / "samples"
 FILES = sorted(SAMPLES.glob("*/*.json*"))
 
 pytestmark = pytest.mark.ci
 
 
-@pytest.mark.skipif(not FILES, reason="the public sample traces are not beside this repository")
+@pytest.mark.skipif(not FILES, reason="no public sample traces: ../shared/samples, or $ZBUS_TEST_SHARED/samples")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_public_sample_merges_in_both_formats(tmp_path, path):
     """A trace of another tool merges and reads with all its spans, in strict JSON and as Perfetto packets."""
@@ -32,7 +34,7 @@ def test_every_public_sample_merges_in_both_formats(tmp_path, path):
     assert counted <= spans  # begin and end pairs become spans in a merge only
 
 
-@pytest.mark.skipif(not FILES, reason="the public sample traces are not beside this repository")
+@pytest.mark.skipif(not FILES, reason="no public sample traces: ../shared/samples, or $ZBUS_TEST_SHARED/samples")
 def test_two_runs_of_one_job_can_be_compared(tmp_path):
     """The two sample runs meant for comparison give a table with the kernels that changed."""
     pair = [str(SAMPLES / "hta" / f"diff_{name}.json.gz") for name in ("control", "test")]

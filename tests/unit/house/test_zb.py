@@ -64,6 +64,64 @@ def test_an_unknown_benchmark_lists_those_there_are():
     assert "name a benchmark:" in result.stderr
 
 
+def _clean_clone(tmp_path: Path, *, uid: int, installed: str, apt: str) -> dict[str, str]:
+    """Copy what a setup reads, and put stand-ins for the system's package tools first in PATH."""
+    for name in ("zb", "constraints.txt", "pyproject.toml", "setup.cfg", "tools/ci-packages.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    tools = {
+        "id": f"echo {uid}",
+        "dpkg-query": f'case "$4" in {installed}) printf installed ;; *) exit 1 ;; esac',
+        "apt-get": f'echo "$DEBIAN_FRONTEND $*" >>"{tmp_path}/apt.log"\n{apt}',
+        "old-python": "exit 1",
+    }
+    for name, body in tools.items():
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    # With no Python it stops after the system packages, and touches nothing.
+    return {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "ZB_PYTHON": str(tmp_path / "bin" / "old-python")}
+
+
+def _apt_calls(tmp_path: Path) -> list[str]:
+    log = tmp_path / "apt.log"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def test_ci_installs_only_the_system_packages_that_are_missing(tmp_path: Path):
+    """As root, one call without questions installs what the list names and is not there."""
+    env = _clean_clone(tmp_path, uid=0, installed="chromium|strace", apt="exit 0")
+    result = _zb("test", "ci", cwd=tmp_path, **env)
+
+    [call] = _apt_calls(tmp_path)
+    assert call.startswith("noninteractive ")
+    assert " install -y " in call
+    assert " fuse3 " in call
+    assert not {"chromium", "strace"} & set(call.split())
+    assert "installing system packages: fuse3" in result.stderr
+
+
+def test_ci_asks_for_nothing_when_all_system_packages_are_there(tmp_path: Path):
+    """Nothing missing, nothing called."""
+    env = _clean_clone(tmp_path, uid=0, installed="*", apt="exit 0")
+    result = _zb("test", "ci", cwd=tmp_path, **env)
+
+    assert _apt_calls(tmp_path) == []
+    assert "system packages" not in result.stderr
+
+
+@pytest.mark.parametrize(("uid", "calls"), [(0, ["install", "update"]), (1000, [])])
+def test_ci_goes_on_without_the_system_packages(tmp_path: Path, uid: int, calls: list[str]):
+    """Without root, or when they cannot be had, it says so and goes on to the tests, which skip."""
+    env = _clean_clone(tmp_path, uid=uid, installed="nothing", apt="exit 100")
+    result = _zb("test", "ci", cwd=tmp_path, **env)
+
+    done = [word for call in _apt_calls(tmp_path) for word in call.split() if word in ("install", "update")]
+    assert done == calls
+    assert "tests that need" in result.stderr
+    assert "needs Python 3.11 or newer" in result.stderr  # so it went on
+
+
 @pytest.mark.parametrize("script", ["zb", ".ci/run"])
 def test_scripts_are_plain_sh(script):
     """Both scripts are executable and parse as POSIX sh."""
