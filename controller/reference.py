@@ -42,8 +42,8 @@ orderly stop too, with 143.
 
 ## What a run leaves
 
-`<root>/<experiment>/<trial>/`: `config.yaml` (resolved, with origins), `logs/`, `traces/`, `crash/`, `checkpoints/` and
-`summary.json`:
+`<root>/<experiment>/<trial>/`: `config.yaml` (resolved, with origins), `logs/`, `traces/`, `crash/`, `checkpoints/`,
+`report.html` and `summary.json`:
 
 | key | meaning |
 | --- | --- |
@@ -53,6 +53,7 @@ orderly stop too, with 143.
 | `experiment`, `trial`, `trial_dir`, `target` | what ran, and where |
 | `started_at`, `wall_s`, `version` | when, how long, by which version |
 | `trace` | the merged timeline, or null |
+| `report` | the page that explains it, or null |
 | `metrics` | what the driver returned |
 | `bus` | figures of the bus, such as `retries` |
 | `error` | null, or code, type, message, role, rank, … of the root cause |

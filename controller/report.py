@@ -30,6 +30,7 @@ class Summary:
         wall_s: Seconds from the start of the command to its end.
         trial_dir: The trial directory, or None if none was made.
         trace: The merged timeline, or None.
+        report: The page that explains it (``report.html``), or None.
         metrics: What the driver returned.
         bus: Counters of the bus: calls, retries, and so on.
         error: The error block as data, or None.
@@ -45,6 +46,7 @@ class Summary:
     started_at: str = ""
     version: str = ""
     trace: str | None = None
+    report: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     bus: dict[str, Any] = field(default_factory=dict)
     error: dict[str, Any] | None = None
@@ -102,31 +104,40 @@ def plain_data(value: Any, depth: int = 0) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class MergeResult:
-    """How merging went: the timeline's path or None, and what to warn of."""
+    """How reading the traces went: the timeline and the report, each a path or None, and what to warn of."""
 
     path: Path | None
+    report: Path | None = None
     problem: str = ""
 
 
-def merge_traces(trial: TrialDir, root: Path | None = None) -> MergeResult:
-    """Merge the trial's traces by the ``traceview`` command in a process of its own. Never raises.
+def merge_traces(trial: TrialDir) -> MergeResult:
+    """Merge the trial's traces and write its report, by the ``traceview`` command. Never raises.
 
-    A failure to merge is a warning: the per-rank files are intact.
+    Each is a process of its own, so that memory and failures stay there. A failure is a warning: the per-rank files are
+    intact.
     """
-    traces = root or trial.traces
-    if not any(traces.glob("*/*.jsonl")):
+    if not any(trial.traces.glob("*/*.jsonl")):
         return MergeResult(None)
-    command = [sys.executable, "-m", "traceview", "merge", str(traces), "--json"]
+    path, problem = _traceview("merge", trial.traces, "traces were not merged")
+    if problem:
+        return MergeResult(path, problem=problem)
+    report, problem = _traceview("report", trial.path, "report.html was not written")
+    return MergeResult(path, report, problem)
+
+
+def _traceview(command: str, place: Path, failure: str) -> tuple[Path | None, str]:
+    """Run a command of ``traceview``; return the file it wrote, and what to warn of if it failed."""
+    line = [sys.executable, "-m", "traceview", command, str(place), "--json"]
     try:
         done = subprocess.run(  # a command of ours, no shell
-            command, capture_output=True, text=True, timeout=_MERGE_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+            line, capture_output=True, text=True, timeout=_MERGE_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return MergeResult(None, f"traces were not merged: {error}")
+        return None, f"{failure}: {error}"
     try:
-        found = json.loads(done.stdout)
-        output = Path(found["output"])
+        output = Path(json.loads(done.stdout)["output"])
     except (ValueError, KeyError, TypeError):
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return MergeResult(None, f"traces were not merged: {last}")
-    return MergeResult(output if output.is_file() else None)
+        return None, f"{failure}: {last}"
+    return (output if output.is_file() else None), ""

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from controller.console import Console, shown
@@ -241,6 +242,7 @@ class _Execution:
             return
         merged = merge_traces(trial)
         self._summary.trace = str(merged.path) if merged.path else None
+        self._summary.report = str(merged.report) if merged.report else None
         if merged.problem:
             self._console.warn(merged.problem)
 
@@ -280,6 +282,8 @@ class _Execution:
         if trial is None:
             return
         place = shown(trial.path)
+        if summary.report:
+            console.note(f"report: {shown(Path(summary.report))}")
         if summary.status == "ok":
             console.next(f"traceview stats {place}" if summary.trace else f"zbus-controller status {place}")
         elif summary.status == "failed":

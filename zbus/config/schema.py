@@ -130,7 +130,7 @@ class TraceConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
 
     Attributes:
         level: ``off``, ``rpc`` (bus and user spans) or ``full``.
-        merge: Merge all files into one timeline when the run ends.
+        merge: Merge all files into one timeline, and write ``report.html``, when the run ends.
         root: Where trace files go; ``<trial>/traces`` where not given.
         sidecar: Start a process that takes over the writing from all others.
     """

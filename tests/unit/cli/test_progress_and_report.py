@@ -117,6 +117,18 @@ def test_nothing_to_merge_is_no_problem(tmp_path):
     trial.unlock()
 
 
+def test_a_run_with_traces_leaves_a_timeline_and_a_report(tmp_path):
+    """What was recorded is merged and explained; both files are where the trial directory says."""
+    trial = TrialDir.create(tmp_path, "demo", "t1")
+    trial.trace("a", 0).parent.mkdir()
+    span = {"name": "step", "cat": "compute", "ph": "X", "ts": 1, "dur": 2, "pid": 1, "tid": 1, "args": {"rank": 0}}
+    trial.trace("a", 0).write_text(json.dumps(span) + "\n")
+    merged = merge_traces(trial)
+    assert (merged.path is not None, merged.report, merged.problem) == (True, trial.report, "")
+    assert "step" in trial.report.read_text()
+    trial.unlock()
+
+
 def test_a_failed_merge_is_a_warning(tmp_path, monkeypatch):
     """Whatever happens to the merge, the run's own outcome stands and the cause is told."""
     trial = TrialDir.create(tmp_path, "demo", "t1")
