@@ -28,22 +28,28 @@ LIMIT: Final = 20_000
 """Small seeds played against a mutant before it counts as alive; a twentieth of it in large ones follows."""
 
 
+_INHERITED: Final = object()
+
+
 class Patch:
     """Replaced attributes, put back by ``undo``."""
 
     def __init__(self) -> None:
-        self._undo: list[tuple[Any, str, Any]] = []
+        self._undo: list[tuple[Any, str, Any]] = []  # owner, name, what it had itself or _INHERITED
 
     def setattr(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute."""
-        self._undo.append((owner, name, vars(owner)[name]))
+        self._undo.append((owner, name, vars(owner).get(name, _INHERITED)))
         setattr(owner, name, value)
 
     def undo(self) -> None:
         """Put all back, the last first."""
         while self._undo:
             owner, name, value = self._undo.pop()
-            setattr(owner, name, value)
+            if value is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,236 @@
+"""What a caller's lane makes of each word of its callee. Part of ``caller.CallerLane``, where the theory stands."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from zbus.protocol.caller_sending import LaneSending
+from zbus.protocol.caller_state import HOLDS, NEVER, RELEASED, Request, RequestState
+from zbus.protocol.frames import FrameError, split_bodies
+from zbus.protocol.messages import Buffers, Chunk, Effect, Finish, Header, Kind, Outcome, OutcomeKind, Poised, Status
+
+__all__ = ["LaneAnswers"]
+
+# As in ``caller_sending``: plain names for the words of a small call.
+_RESULT: Final = int(Kind.RESULT)
+_OK: Final = OutcomeKind.OK
+_new: Final = tuple.__new__
+
+
+class LaneAnswers(LaneSending):
+    """Takes the callee's messages."""
+
+    __slots__ = ()
+
+    def receive(self, header: Header, buffers: Buffers, now: int) -> list[Effect]:
+        """Take one message of the callee about this lane."""
+        effects: list[Effect] = []
+        kind = header.kind
+        if kind == _RESULT:
+            seq = header.seq
+            request = self._requests.get(seq)
+            if request is not None and request.calls == 1 and request.open_calls and request.attempts:
+                request.open_calls = 0
+                self._retire(request)
+                outcome = _new(Outcome, (_OK, buffers, "", "", request.attempts))
+                effects.append(_new(Finish, (self.lane, seq, outcome)))
+                if self._waiting:
+                    self._pump(now, effects)
+                return effects
+            if header.calls > 1:
+                self._on_results(header, buffers, now, effects)
+                return effects
+            self._on_reply(header, OutcomeKind.OK, buffers, "", "", now, effects)
+        elif kind == Kind.FAILURE:
+            self._on_failure(header, buffers, now, effects)
+        elif kind == Kind.PROGRESS:
+            self._on_progress(header, now, effects)
+        elif kind == Kind.NACK:
+            self._on_nack(header, now, effects)
+        elif kind == Kind.CHUNK:
+            self._on_chunk(header, buffers, now, effects)
+        elif kind == Kind.END:
+            self._on_end(header, buffers, now, effects)
+        return effects
+
+    def _on_reply(
+        self, header: Header, kind: OutcomeKind, payload: Buffers, reason: str, evidence: str, now: int,
+        effects: list[Effect],
+    ) -> None:  # fmt: skip
+        seq = header.seq
+        request = self._find(seq)
+        if request is None or request.attempts == 0:
+            return  # late, doubled, or foreign: its call has its outcome
+        if request.calls == 1:
+            if request.open_calls:
+                request.open_calls = 0
+                effects.append(Finish(self.lane, seq, Outcome(kind, payload, reason, evidence, request.attempts)))
+            self._retire(request)
+        elif header.calls == request.calls:  # one word about the whole request: it never started
+            self._finish_all(request, Outcome(kind, payload, reason, evidence, request.attempts), effects)
+            self._retire(request)
+        else:
+            finished = request.finished
+            if finished is None:
+                finished = request.finished = set()
+            if seq not in finished:
+                finished.add(seq)
+                request.replied += 1
+                if request.open_calls:
+                    request.open_calls -= 1
+                    effects.append(Finish(self.lane, seq, Outcome(kind, payload, reason, evidence, request.attempts)))
+            self._replied(request, now)
+        if self._waiting:
+            self._pump(now, effects)
+
+    def _on_results(self, header: Header, buffers: Buffers, now: int, effects: list[Effect]) -> None:
+        """Take one message with the values of several consecutive calls of one request."""
+        request = self._find(header.seq)
+        if request is None or request.attempts == 0 or header.seq + header.calls > request.seq + request.calls:
+            return
+        try:
+            bodies = split_bodies(buffers)
+        except FrameError:
+            return  # not a word that has a meaning: the probe will ask again
+        if len(bodies) != header.calls:
+            return
+        finished = request.finished
+        if finished is None:
+            finished = request.finished = set()
+        lane, attempts, wanted = self.lane, request.attempts, request.open_calls
+        fresh = 0
+        for seq, body in enumerate(bodies, header.seq):
+            if seq not in finished:
+                finished.add(seq)
+                fresh += 1
+                if wanted:
+                    outcome = _new(Outcome, (_OK, (body,), "", "", attempts))
+                    effects.append(_new(Finish, (lane, seq, outcome)))
+        request.replied += fresh
+        if wanted:
+            request.open_calls -= fresh
+        self._replied(request, now)
+        if self._waiting:
+            self._pump(now, effects)
+
+    def _replied(self, request: Request, now: int) -> None:
+        """Some calls of a request have their last word: it is over, or has shown that it is there."""
+        if request.replied == request.calls:
+            self._retire(request)
+        else:
+            request.state = RequestState.RECEIVED
+            request.probe_gap = self.timing.probe_received
+            self._set_probe(request, now + request.probe_gap)
+
+    _FAILURES: Final[dict[int, tuple[OutcomeKind, str, str]]] = {
+        Status.APP_ERROR: (OutcomeKind.APP_ERROR, "", ""),
+        Status.CANCELLED: (OutcomeKind.CANCELLED, "cancelled", ""),
+        Status.EXPIRED: (OutcomeKind.NOT_EXECUTED, "deadline", "expired before it started"),
+        Status.PREDECESSOR: (OutcomeKind.NOT_EXECUTED, "predecessor", "a call before it in its batch failed"),
+        Status.STOPPED: (OutcomeKind.APP_ERROR, "cancelled", "it had started and was stopped at a checkpoint"),
+        Status.EVICTED: (OutcomeKind.UNKNOWN, "evicted", "the worker no longer has its answer"),
+        Status.SHUTDOWN: (OutcomeKind.NOT_EXECUTED, "shutdown", "the worker starts nothing more"),
+        Status.UNKNOWN_LANE: (OutcomeKind.NOT_EXECUTED, "protocol", "the worker has no such lane"),
+    }
+
+    def _on_failure(self, header: Header, buffers: Buffers, now: int, effects: list[Effect]) -> None:
+        kind, reason, evidence = self._FAILURES.get(
+            header.status,
+            (OutcomeKind.UNKNOWN, "protocol", f"the worker said {header.status}, which has no meaning here"),
+        )
+        if header.status in (Status.CANCELLED, Status.EXPIRED):  # not started, either way: say what the user knows of
+            request = self._find(header.seq)
+            if request is not None and request.cancelled:
+                kind, reason = OutcomeKind.CANCELLED, "cancelled"
+            else:
+                kind, reason = OutcomeKind.NOT_EXECUTED, "deadline"
+        elif header.status == Status.STOPPED:
+            request = self._find(header.seq)
+            if request is not None and not request.cancelled:
+                reason = "deadline"
+        self._on_reply(header, kind, buffers, reason, evidence, now, effects)
+
+    def _on_progress(self, header: Header, now: int, effects: list[Effect]) -> None:
+        request = self._find(header.seq)
+        if request is None or request.state is RequestState.WAITING:
+            return
+        request.state = RequestState.RECEIVED
+        if request.remote != header.status:
+            request.remote = header.status
+            request.remote_since_ns = now
+        request.probe_gap = self.timing.probe_received
+        self._set_probe(request, now + request.probe_gap)
+        if request.together and header.status == Status.POISED:
+            if request.together == HOLDS and request.open_calls:
+                effects.append(Poised(self.lane, request.seq))
+            elif request.together == RELEASED:
+                self._set_probe(request, now + self.timing.probe_first)  # said before GO came; or GO was lost
+        if request.give_up_ns != NEVER and header.status == Status.RUNNING and request.open_calls:
+            # It was told; a method that asks will end in a moment, and its word is better than ours.
+            request.told = True
+            request.give_up_ns = min(request.give_up_ns, now + self.timing.stop_grace)
+            self._next_due = min(self._next_due, request.give_up_ns)
+
+    def _on_nack(self, header: Header, now: int, effects: list[Effect]) -> None:
+        if header.status == Status.GAP:
+            self._on_gap(header.seq, now, effects)
+        elif header.status == Status.WINDOW:
+            self._retry_later(header.seq, now)
+        elif header.status == Status.UNKNOWN_LANE:
+            self._on_failure(header, (), now, effects)
+        elif header.status == Status.MISMATCH:
+            request = self._find(header.seq)
+            if request is not None and request.attempts:
+                evidence = "the worker knows another request of this number"
+                self._finish_all(
+                    request, Outcome(OutcomeKind.UNKNOWN, None, "protocol", evidence, request.attempts), effects
+                )
+                self._retire(request)
+
+    def _on_gap(self, callee_next: int, now: int, effects: list[Effect]) -> None:
+        """Send again what the callee has not admitted; once, though every message behind a gap reports it."""
+        for request in self._order:
+            if request.seq < callee_next or request.state is not RequestState.SENT or now < request.gap_until_ns:
+                continue
+            request.gap_until_ns = now + self.timing.probe_first
+            self._transmit(request, now, effects)
+
+    def _retry_later(self, seq: int, now: int) -> None:
+        request = self._find(seq)
+        if request is not None:
+            self._set_probe(request, now + self.timing.probe_first)
+
+    def _on_chunk(self, header: Header, buffers: Buffers, now: int, effects: list[Effect]) -> None:
+        request = self._find(header.seq)
+        if request is None or request.attempts == 0:
+            return
+        request.state = RequestState.RECEIVED
+        if header.floor == request.expected_chunk:
+            request.expected_chunk += 1
+            request.gap_until_ns = 0
+            if request.open_calls:
+                effects.append(Chunk(self.lane, header.seq, header.floor, buffers))
+        elif header.floor > request.expected_chunk:
+            self._ask_for_chunks(request, now, effects)
+            return
+        request.probe_gap = self.timing.probe_received
+        self._set_probe(request, now + request.probe_gap)
+
+    def _on_end(self, header: Header, buffers: Buffers, now: int, effects: list[Effect]) -> None:
+        request = self._find(header.seq)
+        if request is None or request.attempts == 0:
+            return
+        if header.floor != request.expected_chunk and request.open_calls:
+            self._ask_for_chunks(request, now, effects)  # before the end counts
+            return
+        if header.status == Status.OK:
+            self._on_reply(header, OutcomeKind.OK, buffers, "", "", now, effects)
+        else:
+            self._on_failure(header, buffers, now, effects)
+
+    def _ask_for_chunks(self, request: Request, now: int, effects: list[Effect]) -> None:
+        """Items are missing: ask for them, once, though every later item shows it."""
+        if now >= request.gap_until_ns:
+            request.gap_until_ns = now + self.timing.probe_first
+            request.probe_gap = 0
+            self._probe(request, now, effects)
