@@ -1,0 +1,173 @@
+"""What a callee says of requests it knows: replies and items, sent and kept, and said again when asked.
+
+The lowest part of ``callee.Callee``, where the theory of operation stands.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from zbus.protocol.callee_state import Lane, Orphan, Run, RunState, SessionState
+from zbus.protocol.messages import Buffers, Effect, Header, Kind, SendTo, Status, StreamCredit
+
+__all__ = ["CalleeAnswers"]
+
+_PROGRESS: Final = {
+    RunState.HELD: Status.HELD,
+    RunState.QUEUED: Status.QUEUED,
+    RunState.POISED: Status.POISED,
+    RunState.RUNNING: Status.RUNNING,
+}
+_DONE: Final = RunState.DONE
+
+
+class CalleeAnswers:
+    """State of all sessions of one incarnation, and what is said of their requests.
+
+    Args:
+        incarnation: This incarnation.
+        lanes: Lane name to concurrency (how many requests of it may run at once; >= 1).
+        window_calls: Arrivals accepted ahead of the next expected seq, per lane.
+        guest_lanes: Lanes that a guest (epoch 0) may use; None for all (the shell then checks each call's effect).
+    """
+
+    __slots__ = (
+        "_ended",
+        "_guest_lanes",
+        "_incarnation",
+        "_lane_spec",
+        "_orphans",
+        "_sessions",
+        "draining",
+        "dropped",
+        "max_epoch",
+        "may_queue",
+        "window",
+    )
+
+    def __init__(
+        self,
+        incarnation: int,
+        lanes: dict[str, int],
+        *,
+        window_calls: int = 1024,
+        guest_lanes: Iterable[str] | None = ("ctl",),
+    ) -> None:
+        self._incarnation = incarnation
+        self._lane_spec = dict(lanes)
+        self._guest_lanes = None if guest_lanes is None else frozenset(guest_lanes)
+        self._sessions: dict[bytes, SessionState] = {}
+        self._orphans: dict[tuple[bytes, str, int], Orphan] = {}  # ended, oldest first, at most _MAX_ORPHANS
+        self._ended: dict[bytes, None] = {}  # the last sessions that are over, oldest first
+        self.window = window_calls
+        self.max_epoch = 0
+        self.draining = False
+        self.may_queue = False  # something was queued since ``expire`` last found nothing
+        self.dropped: dict[str, int] = {}
+
+    def chunk(self, session_id: bytes, lane_name: str, seq: int, number: int, buffers: Buffers) -> list[Effect]:
+        """Send one item of a running stream; it is kept until the caller acknowledges it."""
+        session = self._sessions.get(session_id)
+        lane = None if session is None else session.lanes.get(lane_name)
+        run = None if lane is None else lane.runs.get(seq)
+        if session is None or lane is None or run is None or run.state is not RunState.RUNNING:
+            self._drop("chunk_unknown")
+            return []
+        header = self._reply_header(
+            Kind.CHUNK, session_id, session, lane, seq, 1, run.attempt, Status.NONE, floor=number
+        )
+        if run.chunks is None:
+            run.chunks = deque()
+        run.chunks.append((header, buffers))
+        return [SendTo(header, buffers, lane.peer)]
+
+    def _on_probe(self, header: Header, session: SessionState, lane: Lane, effects: list[Effect]) -> None:
+        run = lane.runs.get(header.seq)
+        if run is not None:
+            self._report(header, session, lane, run, effects)
+        elif header.seq >= lane.arrival_next:
+            effects.append(self._nack(header, lane.peer, Status.GAP, seq=lane.arrival_next))
+        elif header.seq >= lane.floor:
+            self._reply_unstarted(header, lane, Status.EVICTED, effects)
+
+    def _on_ack(self, header: Header, lane: Lane, effects: list[Effect]) -> None:
+        run = lane.runs.get(header.seq)
+        if run is None or header.floor <= run.acked:
+            return
+        run.acked = header.floor
+        while run.chunks and run.chunks[0][0].floor < run.acked:
+            run.chunks.popleft()
+        effects.append(StreamCredit(header.session, lane.name, run.seq, run.acked))
+
+    def _report(self, header: Header, session: SessionState, lane: Lane, run: Run, effects: list[Effect]) -> None:
+        """Say what is known of a run: its cached words again, and where it is if it has not ended."""
+        if run.state is RunState.HELD:
+            effects.append(self._nack(header, lane.peer, Status.GAP, seq=lane.arrival_next))
+            return
+        effects.extend(SendTo(chunk, buffers, lane.peer) for chunk, buffers in run.chunks or ())
+        effects.extend(SendTo(reply, buffers, lane.peer) for reply, buffers in run.replies)
+        if run.state is not RunState.DONE:
+            effects.append(self._progress(header.session, session, lane, run, header.attempt))
+
+    def _progress(self, session_id: bytes, session: SessionState, lane: Lane, run: Run, attempt: int) -> SendTo:
+        return SendTo(
+            self._reply_header(
+                Kind.PROGRESS, session_id, session, lane, run.seq, run.calls, attempt, _PROGRESS[run.state]
+            ),
+            (),
+            lane.peer,
+        )
+
+    def _end_unstarted(
+        self, session_id: bytes, session: SessionState, lane: Lane, run: Run, status: Status, effects: list[Effect]
+    ) -> None:
+        run.state = RunState.DONE
+        run.open_calls = 0
+        run.buffers = ()
+        header = self._reply_header(Kind.FAILURE, session_id, session, lane, run.seq, run.calls, run.attempt, status)
+        run.replies = ((header, ()),)
+        effects.append(SendTo(header, (), lane.peer))
+
+    def _advance_floor(self, lane: Lane, floor: int) -> None:
+        lane.floor = floor
+        runs = lane.runs
+        while runs:  # admission order is seq order; a run still going only delays the forgetting of those behind it
+            run = next(iter(runs.values()))
+            if run.state is not _DONE or run.seq + run.calls > floor:
+                return
+            del runs[run.seq]
+
+    def _run_of(self, lane: Lane, seq: int) -> Run | None:
+        run = lane.runs.get(seq)
+        if run is not None:
+            return run
+        for candidate in lane.runs.values():
+            if candidate.seq <= seq < candidate.seq + candidate.calls:
+                return candidate
+        return None
+
+    def _reply_header(  # noqa: PLR0917  # private: the fields of a header
+        self, kind: Kind, session_id: bytes, session: SessionState, lane: Lane, seq: int, calls: int, attempt: int,
+        status: Status, floor: int = 0,
+    ) -> Header:  # fmt: skip
+        return Header(
+            kind, session_id, session.epoch, self._incarnation, lane.name, seq, calls, attempt, floor, 0, status
+        )
+
+    def _reply_unstarted(self, header: Header, lane: Lane, status: Status, effects: list[Effect]) -> None:
+        reply = header._replace(kind=Kind.FAILURE, status=status, floor=0, trace=0)
+        effects.append(SendTo(reply, (), lane.peer))
+
+    def _nack(self, header: Header, peer: bytes, status: Status, seq: int | None = None) -> SendTo:
+        return SendTo(
+            header._replace(
+                kind=Kind.NACK, status=status, seq=header.seq if seq is None else seq, floor=self.max_epoch, trace=0
+            ),
+            (),
+            peer,
+        )
+
+    def _drop(self, why: str) -> None:
+        self.dropped[why] = self.dropped.get(why, 0) + 1
