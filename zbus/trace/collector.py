@@ -22,8 +22,9 @@ import msgspec
 from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.errors import TrialError, ZbusError
 from zbus.trace import wire
+from zbus.trace.intake import Intake, SeqSet
 from zbus.trace.live import Live
-from zbus.trace.spool import SeqSet, SourceLines, Spool, scan_blocks
+from zbus.trace.spool import SourceLines, Spool, scan_blocks
 from zbus.trace.tracefile import LineFile, boot_id, time_namespace
 from zbus.transport.multipart import Receiver, send
 from zbus.transport.sockets import SocketFactory
@@ -33,18 +34,78 @@ __all__ = ["Collector"]
 _LOG: Final = logging.getLogger("zbus.trace")
 _BURST: Final = 64
 _RETRY_S: Final = 1.0
-_MAX_SOURCES: Final = 100_000
 
 
-class _Source:
-    """What is known of one process's stream."""
+class TraceFiles:
+    """The files of lines of all streams, and what they say to the live view.
 
-    def __init__(self, lines: SourceLines) -> None:
-        self.lines = lines
-        self.seen = SeqSet()  # in the spool or in the file
-        self.written = SeqSet()  # in the file
-        self.records = 0
-        self.ended = False
+    Args:
+        root: Trace root.
+        live: Fed with what was written.
+        clock: For the live view.
+    """
+
+    def __init__(self, root: Path, live: Live, clock: Clock) -> None:
+        self.lines: dict[str, SourceLines] = {}
+        self._root = root
+        self._live = live
+        self._clock = clock
+
+    def learn(self, message: wire.Open) -> SeqSet:
+        """See ``FilesPort``; what a killed sidecar tore at the end of the file is cut off."""
+        lines = SourceLines(message, self._root)
+        try:
+            found, size = scan_blocks(lines.path)
+            if lines.path.stat().st_size > size:  # the block is still in the spool
+                os.truncate(lines.path, size)
+        except FileNotFoundError:
+            found = {}
+        self.lines[message.source] = lines
+        return found.get(message.source, SeqSet())
+
+    def begin(self, source: str) -> bool:
+        """Write the opening lines, unless the process did, in a file we see too, or we did."""
+        lines = self.lines[source]
+        try:
+            stat = lines.path.stat()
+            if (stat.st_dev, stat.st_ino) == tuple(lines.open.file):
+                return True
+            if f'"source":"{source}"'.encode() in lines.path.read_bytes()[: 1 << 20]:
+                return True
+        except OSError:
+            pass
+        return self._append(lines, lines.opening())
+
+    def block(self, message: wire.Data, payload: bytes) -> bool:
+        """Append the lines of a block."""
+        lines = self.lines[message.source]
+        data, events, malformed = lines.lines(message, payload)
+        if not self._append(lines, data):
+            return False
+        lines.malformed += malformed
+        if events:
+            self._live.feed(lines.role, lines.rank, events, self._clock.monotonic_ns())
+        return True
+
+    def end(self, message: wire.End) -> bool:
+        """Append the end of a stream."""
+        lines = self.lines[message.source]
+        self._live.gone(lines.role, lines.rank)
+        return self._append(lines, lines.end(message))
+
+    def _append(self, lines: SourceLines, data: bytes) -> bool:
+        file = LineFile(lines.path)
+        try:
+            file.open()
+            done = file.append(data)
+        except OSError as error:
+            done = False
+            _LOG.debug("%s", error)
+        finally:
+            file.close()
+        if not done:
+            lines.forget_names()
+        return done
 
 
 class Collector:
@@ -74,7 +135,7 @@ class Collector:
             raise TrialError(msg, hint="stop it first; a stopped (SIGSTOP) one must be killed") from None
         self.live = Live()
         self._spool = Spool(root)
-        self._sources: dict[str, _Source] = {}
+        self._files = TraceFiles(root, self.live, clock)
         self._retry_at = 0.0
         self.refused: dict[str, int] = {}
         self._clock_id = boot_id(), time_namespace()
@@ -82,8 +143,7 @@ class Collector:
         self._receiver = Receiver(self._socket)
         self._poll = select.poll()
         self._poll.register(int(self._socket.fileno()), select.POLLIN)
-        for message in self._spool.found():
-            self._recover(message)
+        self._intake = Intake(self._spool, self._files, self._refuse)
 
     def bind(self, endpoints: Sequence[str]) -> list[str]:
         """Bind and return the endpoints really bound.
@@ -122,26 +182,19 @@ class Collector:
         if time.monotonic() < self._retry_at:
             return False
         try:
-            found = self._spool.peek()
-            if found is None:
-                if self._spool.full:
-                    self._spool.rotate()
-                return False
-            if not self._to_file(*found):
-                self._retry_at = time.monotonic() + _RETRY_S
-                return False
-            self._spool.take()
+            done = self._intake.convert()
         except OSError as error:
             self._refuse("unreadable", error)
+            done = False
+        if done is False:
             self._retry_at = time.monotonic() + _RETRY_S
-            return False
-        return True
+        return bool(done)
 
     def ledger(self) -> list[dict[str, Any]]:
         """Return one row per source: who, blocks and records received and written, and whether it ended in order."""
         rows: list[dict[str, Any]] = []
-        for name, source in sorted(self._sources.items(), key=lambda item: str(item[1].lines.path)):
-            lines = source.lines
+        for name, stream in self._intake.streams.items():
+            lines = self._files.lines[name]
             row: dict[str, Any] = {
                 "source": name,
                 "role": lines.role,
@@ -149,8 +202,9 @@ class Collector:
                 "start": lines.start,
                 "pid": lines.pid,
             }
-            counts = {"blocks": len(source.seen), "blocks_written": len(source.written), "records": source.records}
-            rows.append({**row, **counts, "malformed": lines.malformed, "ended": source.ended})
+            counts = {"blocks": len(stream.seen), "blocks_written": len(stream.written), "records": stream.records}
+            rows.append({**row, **counts, "malformed": lines.malformed, "ended": stream.ended})
+        rows.sort(key=lambda row: str(self._files.lines[row["source"]].path))
         return rows
 
     def close(self, timeout_s: float = 10.0) -> bool:
@@ -184,56 +238,21 @@ class Collector:
         if isinstance(message, wire.Ping):
             pong = wire.Pong(message.t1, arrived, self._clock.monotonic_ns(), *self._clock_id)
             self._say(peer, pong)
-        elif isinstance(message, wire.Data):
-            self._on_data(peer, message, frames[0], frames[1])
-        elif isinstance(message, wire.Open):
-            self._on_open(peer, message, frames[0])
-        elif isinstance(message, wire.End):
-            self._on_end(peer, message, frames[0])
-        else:
+        elif isinstance(message, wire.Query):
             self._say(peer, wire.State(), json.dumps(self._state(message.since)).encode())
+        else:
+            self._take(peer, message, bytes(frames[0]), frames[1] if isinstance(message, wire.Data) else b"")
 
-    def _on_open(self, peer: bytes, message: wire.Open, raw: bytes) -> None:
-        if message.source not in self._sources:
-            if len(self._sources) >= _MAX_SOURCES:
-                self._refuse("too_many_sources", message.source)
-                return
-            source = self._learn(message)
-            if not self._store(bytes(raw)):
-                del self._sources[message.source]
-                return
-            _LOG.info("collecting from %s/%d (pid %d)", source.lines.role, source.lines.rank, source.lines.pid)
-        self._say(peer, wire.Opened(message.source))
-
-    def _on_data(self, peer: bytes, message: wire.Data, raw: bytes, payload: Any) -> None:
-        source = self._sources.get(message.source)
-        if source is None:
-            self._say(peer, wire.Unknown(message.source))
-            return
-        if message.seq < 0 or message.records < 0:
-            self._refuse("malformed", message)
-            return
-        stored = message.seq in source.seen
-        if not stored:
-            stored = self._store(bytes(raw), payload)
-            if stored:
-                source.seen.add(message.seq)
-                source.records += message.records
-        self._say(peer, wire.Ack(message.source, message.seq, stored))
-
-    def _on_end(self, peer: bytes, message: wire.End, raw: bytes) -> None:
-        source = self._sources.get(message.source)
-        if source is None:
-            self._say(peer, wire.Unknown(message.source))
-            return
-        if not message.event.endswith(b"\n") or message.event.count(b"\n") != 1 or message.seq < 0:
-            self._refuse("malformed", message)
-            return
-        if not source.ended:
-            if not self._store(bytes(raw)):
-                return
-            source.ended = True
-        self._say(peer, wire.Ended(message.source))
+    def _take(self, peer: bytes, message: wire.ToSidecar, raw: bytes, payload: Any) -> None:
+        known, well = len(self._intake.streams), self._spool.error is None
+        answer = self._intake.receive(message, raw, payload)
+        if answer is not None:
+            self._say(peer, answer)
+        if len(self._intake.streams) > known and isinstance(message, wire.Open):
+            lines = self._files.lines[message.source]
+            _LOG.info("collecting from %s/%d (pid %d)", lines.role, lines.rank, lines.pid)
+        if well and self._spool.error is not None:
+            _LOG.warning("the spool takes nothing (%s): processes keep their records", self._spool.error)
 
     def _state(self, since: int) -> dict[str, Any]:
         now = self._clock.monotonic_ns()
@@ -253,114 +272,6 @@ class Collector:
             send(self._socket, frames)  # not taken: the process asks again
         except ZbusError:
             return
-
-    # -- storing --------------------------------------------------------------------------------------------------
-
-    def _store(self, raw: bytes, payload: Any = b"") -> bool:
-        if self._spool.full:
-            self._spool.rotate()
-        known = self._spool.error is not None
-        if self._introduce() and self._spool.append(raw, payload):
-            return True
-        if not known:
-            _LOG.warning("the spool takes nothing (%s): processes keep their records", self._spool.error)
-        return False
-
-    def _introduce(self) -> bool:
-        """Let a new segment begin with the introductions of all streams that go on: each can be read alone."""
-        if not self._spool.fresh:
-            return True
-        opens = [wire.encode(source.lines.open) for source in self._sources.values() if not source.ended]
-        if all(self._spool.append(message) for message in opens):
-            return True
-        self._spool.rotate()  # what it holds is harmless; the next attempt begins another
-        return False
-
-    def _learn(self, message: wire.Open) -> _Source:
-        """Take a stream on.
-
-        Raises:
-            ValueError: Its facts are not usable.
-            OSError: Its file cannot be read.
-        """
-        source = self._sources[message.source] = _Source(SourceLines(message, self.root))
-        path = source.lines.path
-        try:
-            found, size = scan_blocks(path)
-            if path.stat().st_size > size:  # torn by a sidecar that was killed in it: the block is still in the spool
-                os.truncate(path, size)
-            source.seen = found.get(message.source, SeqSet())
-            source.written = found.get(message.source, SeqSet()).copy()
-        except FileNotFoundError:
-            pass
-        except BaseException:
-            del self._sources[message.source]
-            raise
-        return source
-
-    def _recover(self, message: wire.ToSidecar) -> None:
-        """Note what an earlier sidecar left in the spool; ``convert`` comes to it."""
-        try:
-            if isinstance(message, wire.Open) and message.source not in self._sources:
-                self._learn(message)
-            elif isinstance(message, wire.Data) and message.source in self._sources:
-                self._sources[message.source].seen.add(message.seq)
-            elif isinstance(message, wire.End) and message.source in self._sources:
-                self._sources[message.source].ended = True
-        except (ValueError, OSError) as error:
-            self._refuse("unreadable", error)
-
-    # -- converting -----------------------------------------------------------------------------------------------
-
-    def _to_file(self, message: wire.ToSidecar, payload: bytes) -> bool:
-        if isinstance(message, wire.Open):
-            return message.source not in self._sources or self._begin_file(self._sources[message.source])
-        if isinstance(message, wire.Data) and message.source in self._sources:
-            source = self._sources[message.source]
-            if message.seq in source.written:
-                return True
-            data, events, malformed = source.lines.lines(message, payload)
-            if not self._append(source, data):
-                return False
-            source.lines.malformed += malformed
-            source.written.add(message.seq)
-            if events:
-                self.live.feed(source.lines.role, source.lines.rank, events, self._clock.monotonic_ns())
-        elif isinstance(message, wire.End) and message.source in self._sources:
-            source = self._sources[message.source]
-            self.live.gone(source.lines.role, source.lines.rank)
-            if message.seq not in source.written:
-                if not self._append(source, source.lines.end(message)):
-                    return False
-                source.written.add(message.seq)
-        return True
-
-    def _begin_file(self, source: _Source) -> bool:
-        """Write the opening lines, unless the process did, in a file we see too, or we did."""
-        path = source.lines.path
-        try:
-            stat = path.stat()
-            if (stat.st_dev, stat.st_ino) == tuple(source.lines.open.file):
-                return True
-            if f'"source":"{source.lines.source}"'.encode() in path.read_bytes()[: 1 << 20]:
-                return True
-        except OSError:
-            pass
-        return self._append(source, source.lines.opening())
-
-    def _append(self, source: _Source, data: bytes) -> bool:
-        file = LineFile(source.lines.path)
-        try:
-            file.open()
-            done = file.append(data)
-        except OSError as error:
-            done = False
-            _LOG.debug("%s", error)
-        finally:
-            file.close()
-        if not done:
-            source.lines.forget_names()
-        return done
 
     def _refuse(self, why: str, what: object) -> None:
         if why not in self.refused:

@@ -9,11 +9,12 @@ dropped and counted.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,9 +23,10 @@ import msgspec
 from zbus.errors import ZbusError
 from zbus.registry.file import FileRegistry
 from zbus.trace import wire
-from zbus.trace.blocks import Block, ClockLine, encode_block
+from zbus.trace.blocks import Block, ClockLine, LossLine, encode_block
 from zbus.trace.clocksync import ClockFilter, ClockPoint
 from zbus.trace.events import encode_event
+from zbus.trace.outbox import Outbox, Wait
 from zbus.trace.spool import SourceLines
 from zbus.trace.tracefile import ClockId, LineFile, clock_id, spill_path
 from zbus.trace.writer import TraceWriter
@@ -36,12 +38,9 @@ __all__ = ["SIDECAR_KEY", "Exporter", "Spill", "connect", "sidecar_record"]
 SIDECAR_KEY: Final = "trace/sidecar"
 """Registry key of the sidecar's record."""
 
-_BACKLOG: Final = 8 << 20
-_IN_FLIGHT: Final = 1 << 20
 _HELLO_S: Final = 0.25
-_END_S: Final = 2.0
 _BURST: Final = 16
-_STALE_S: Final = 5.0
+_LOG: Final = logging.getLogger("zbus.trace")
 _inherited: Final[list[Any]] = []  # sockets of a parent process: collecting one here would touch the parent's threads
 
 
@@ -73,19 +72,10 @@ def connect(writer: TraceWriter, registry: Path) -> Exporter | None:
     return None
 
 
-class _Entry:
-    """One block that is in memory."""
-
-    __slots__ = ("payload", "records", "seq")
-
-    def __init__(self, seq: int, records: int, payload: bytes) -> None:
-        self.seq = seq
-        self.records = records
-        self.payload = payload
-
-
 class Spill:
     """The file of blocks that the sidecar did not take. Made with the first block, removed when all were sent.
+
+    What stands in it already is another process's, which ended without a sidecar: it stays.
 
     Args:
         path: Of the file.
@@ -95,7 +85,8 @@ class Spill:
     def __init__(self, path: Path, lines: SourceLines) -> None:
         self._file = LineFile(path)
         self._lines = lines
-        self.index: dict[int, tuple[int, int, int]] = {}  # seq -> (offset, bytes, records) of the lines
+        self._foreign = 0
+        self.waiting: dict[int, tuple[int, int, int]] = {}  # seq -> (offset, bytes, records) of the lines
 
     def put(self, seq: int, records: int, payload: bytes) -> bool:
         """Append one block; False if the disk does not take it."""
@@ -107,7 +98,7 @@ class Spill:
             self._lines.forget_names()
             return False
         head = data.index(b"\n") + 1
-        self.index[seq] = at + head, len(data) - head, records
+        self.waiting[seq] = at + head, len(data) - head, records
         return True
 
     def end(self, message: wire.End) -> bool:
@@ -120,19 +111,22 @@ class Spill:
         Raises:
             OSError: The file cannot be read.
         """
-        offset, size, records = self.index[seq]
+        offset, size, records = self.waiting[seq]
         return os.pread(self._file.fd, size, offset), records
 
     def done(self, seq: int) -> None:
         """The sidecar has this block; with the last one the file goes."""
-        self.index.pop(seq, None)
-        if not self.index:
+        self.waiting.pop(seq, None)
+        if not self.waiting:
             self.remove()
 
     def remove(self) -> None:
-        """Remove the file."""
+        """Remove the file, or our part of it."""
         if self._file.fd >= 0:
-            self._file.path.unlink(missing_ok=True)
+            if self._foreign:
+                os.ftruncate(self._file.fd, self._foreign)
+            else:
+                self._file.path.unlink(missing_ok=True)
             self.close()
 
     def close(self) -> None:
@@ -148,6 +142,7 @@ class Spill:
         except OSError as error:
             self._file.error = error
             return False
+        self._foreign = self._file.size
         if not self._file.append(self._lines.opening()):
             self._file.close()
             return False
@@ -186,21 +181,16 @@ class Exporter:
         self._factory = factory or SocketFactory(max_sockets=8)
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._held: dict[int, _Entry] = {}
-        self._held_bytes = 0
         self._spill = Spill(spill_path(writer.path), SourceLines(self._open, Path(writer.config.root)))
-        self._sent: dict[int, int] = {}  # seq -> bytes: under way, not acknowledged yet
-        self._next = 0
-        self._written = 0
-        self._lost: dict[str, int] = {}
-        self._alive = False
-        self._ended = False
+        self._outbox = Outbox(
+            self._open, self._spill, self._say, time.monotonic, lambda: self._writer.config.flush_period_s
+        )
+        self._lost_since = writer.clock.monotonic_ns()
         self._next_look = 0.0
         self._own_clock = clock_id()
         self._clocks = ClockFilter()
         self._points: list[ClockLine] = []
         self._pongs = 0
-        self._last_ack = 0.0
         _inherited.append(self._factory)
         self._connect(record)
 
@@ -209,70 +199,53 @@ class Exporter:
     def offer(self, payload: bytes, records: int) -> None:
         """Take one block: send it, or spill it where the sidecar is silent. Never waits."""
         with self._lock:
-            seq = self._next
-            self._next += 1
-            self._held[seq] = _Entry(seq, records, payload)
-            self._held_bytes += len(payload)
-            if not self._alive or sum(self._sent.values()) > _BACKLOG or not self._send(self._held[seq]):
-                self._secure()
+            self._outbox.offer(payload, records)
 
     def settle(self) -> None:
         """Wait up to a quarter of the flush period for acknowledgements, then spill what has none."""
-        self._take_answers(self._writer.config.flush_period_s / 4, lambda: not self._held)
+        self._drive(self._outbox.settle())
         with self._lock:
-            if self._held:
-                self._alive = False
-                self._secure()
-            if self._alive:
-                if time.monotonic() - self._last_ack > _STALE_S:
-                    self._sent.clear()  # lost with a connection that came back by itself
-                self._resend()
+            self._say_lost()
+            if self._outbox.alive:
                 self._sample_clock()
             else:
                 self._look_again()
-                self._say(self._open)
+                self._outbox.introduce()
 
     def close(self, counts: Callable[[], dict[str, Any]]) -> None:
         """Bring everything to the sidecar or the spill, say the end, and close; at most about two seconds."""
-        deadline = time.monotonic() + _END_S
-        period = self._writer.config.flush_period_s / 4
-        self._take_answers(period if self._alive else 0.0, lambda: not self._held)
+
+        def end() -> bytes:
+            event = self._writer.end_event()
+            event.args = {**counts(), "by": "process"}
+            return encode_event(event)
+
+        self._take_answers(0.0, lambda: True)
         with self._lock:
-            point = self._clocks.finish() if self._alive else None
+            point = self._clocks.finish() if self._outbox.alive else None
             if point is not None:
                 self._note(point)
                 self._offer_points()
-        while self._alive and (self._held or self._spill.index) and time.monotonic() < deadline:
-            with self._lock:
-                self._resend()
-            self._take_answers(period, lambda: not self._held and not self._sent)
-            if self._held:
-                self._alive = False
+            self._say_lost()
+        self._drive(self._outbox.finish(end))
         with self._lock:
-            self._secure()
-            event = self._writer.end_event()
-            event.args = {**counts(), "by": "process"}
-            end = wire.End(self._open.source, self._next, encode_event(event))
-            if self._alive and not self._spill.index and not self._held:
-                self._say(end)
-                self._take_answers(max(period, deadline - time.monotonic()), lambda: self._ended)
-            if not self._ended:
-                self._spill.end(end)
+            if left := self._outbox.counts()[1]:
+                _LOG.warning("%s: the last %d records found no place on the disk", self._writer.path, left)
             self._spill.close()
         self.discard()
 
     def counts(self) -> tuple[int, int, dict[str, int]]:
         """Return records written, pending, and lost by reason."""
         with self._lock:
-            return self._written, sum(entry.records for entry in self._held.values()), dict(self._lost)
+            return self._outbox.counts()
 
     def greet(self, timeout_s: float) -> bool:
         """Introduce this process and wait for an answer; return whether there was one."""
         deadline = time.monotonic() + timeout_s
-        while not self._alive and time.monotonic() < deadline:
-            self._say(self._open)
-            self._take_answers(0.02, lambda: self._alive)
-        return self._alive
+        while not self._outbox.alive and time.monotonic() < deadline:
+            self._outbox.introduce()
+            self._take_answers(0.02, lambda: self._outbox.alive)
+        return self._outbox.alive
 
     def discard(self) -> None:
         """Close the socket and its context. Never waits for the sidecar."""
@@ -282,46 +255,10 @@ class Exporter:
             if self._factory in _inherited and os.getpid() == self._pid:
                 _inherited.remove(self._factory)
 
-    # -- securing -------------------------------------------------------------------------------------------------
-
-    def _secure(self) -> None:
-        """Bring what is in memory to the spill; beyond the bound drop the newest."""
-        for entry in list(self._held.values()):
-            if not self._spill.put(entry.seq, entry.records, entry.payload):
-                break
-            self._forget(entry)
-            self._written += entry.records
-        while self._held_bytes > _BACKLOG:
-            entry = self._held[next(reversed(self._held))]
-            self._forget(entry)
-            if entry.records:
-                self._lost["spill_failed"] = self._lost.get("spill_failed", 0) + entry.records
-
-    def _forget(self, entry: _Entry) -> None:
-        del self._held[entry.seq]
-        self._held_bytes -= len(entry.payload)
-
-    def _resend(self) -> None:
-        """Send what was kept or spilled, oldest first, a bounded part at a time."""
-        room = _IN_FLIGHT - sum(self._sent.values())
-        for seq in list(self._spill.index):
-            if room <= 0:
-                return
-            if seq in self._sent:
-                continue
-            try:
-                lines, records = self._spill.read(seq)
-            except OSError:
-                return
-            if not self._say(wire.Data(self._open.source, seq, records, wire.LINES), lines):
-                return
-            self._sent[seq] = len(lines)
-            room -= len(lines)
-
     # -- the sidecar's side ---------------------------------------------------------------------------------------
 
     def _connect(self, record: wire.SidecarRecord) -> None:
-        self._sent.clear()
+        self._outbox.reconnected()
         self._socket = self._factory.dealer("ctl")
         self._receiver = Receiver(self._socket)
         self._fd = int(self._socket.fileno())
@@ -350,13 +287,23 @@ class Exporter:
             except ZbusError:
                 return False
 
-    def _send(self, entry: _Entry) -> bool:
-        sent = self._say(wire.Data(self._open.source, entry.seq, entry.records), entry.payload)
-        if sent:
-            self._sent[entry.seq] = len(entry.payload)
-        else:
-            self._alive = False
-        return sent
+    def _drive(self, steps: Iterator[Wait]) -> None:
+        """Take the steps of the outbox, and answers between them."""
+        while True:
+            with self._lock:
+                wait = next(steps, None)
+            if wait is None:
+                return
+            self._take_answers(*wait)
+
+    def _say_lost(self) -> None:
+        """Say what was lost, once lines find a place again."""
+        now = self._writer.clock.monotonic_ns()
+        losses = [LossLine(reason, lost, self._lost_since, now) for reason, lost in self._outbox.unsaid().items()]
+        if losses:
+            self._outbox.offer(encode_block(Block(losses=losses)), 0)
+        if not self._outbox.losing:
+            self._lost_since = now
 
     def _take_answers(self, timeout_s: float, done: Callable[[], bool]) -> None:
         """Take what the sidecar says until ``done``, at most ``timeout_s``."""
@@ -381,36 +328,7 @@ class Exporter:
         if isinstance(message, wire.Pong):
             self._on_pong(message, arrived)
             return
-        if getattr(message, "source", None) != self._open.source:
-            return
-        if isinstance(message, wire.Unknown):
-            self._alive = False
-            self._say(self._open)
-            return
-        if isinstance(message, wire.Opened):
-            if not self._alive:
-                self._sent.clear()  # what was under way may have been lost with the connection; a double is harmless
-                self._alive = True
-                for entry in list(self._held.values()):
-                    self._send(entry)
-        elif isinstance(message, wire.Ack):
-            self._on_ack(message)
-        elif isinstance(message, wire.Ended):
-            self._ended = True
-
-    def _on_ack(self, ack: wire.Ack) -> None:
-        if not ack.ok:
-            self._alive = False
-            return
-        self._alive = True
-        self._last_ack = time.monotonic()
-        self._sent.pop(ack.seq, None)
-        entry = self._held.get(ack.seq)
-        if entry is not None:
-            self._forget(entry)
-            self._written += entry.records
-        if ack.seq in self._spill.index:
-            self._spill.done(ack.seq)
+        self._outbox.on_message(message)
 
     # -- the clock ------------------------------------------------------------------------------------------------
 

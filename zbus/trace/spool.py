@@ -18,6 +18,7 @@ import msgspec
 from zbus.trace import wire
 from zbus.trace.blocks import decode_block, expand, marker
 from zbus.trace.events import Event, Expander
+from zbus.trace.intake import SeqSet
 from zbus.trace.tracefile import trace_path
 from zbus.trace.writer import opening_lines
 
@@ -26,36 +27,6 @@ __all__ = ["SeqSet", "SourceLines", "Spool", "SpoolPart", "read_spool", "scan_bl
 _MARK: Final = b'{"name":"zbus_block"'
 _ROTATE: Final = 8 << 20
 _IDLE_ROTATE: Final = 1 << 20
-
-
-class SeqSet:
-    """A set of sequence numbers that is mostly 0 … n."""
-
-    __slots__ = ("_below", "_more")
-
-    def __init__(self) -> None:
-        self._below = 0
-        self._more: set[int] = set()
-
-    def add(self, seq: int) -> None:
-        """Add a number ≥ 0."""
-        if seq >= self._below:
-            self._more.add(seq)
-            while self._below in self._more:
-                self._more.discard(self._below)
-                self._below += 1
-
-    def copy(self) -> SeqSet:
-        """Return another set with the same numbers."""
-        other = SeqSet()
-        other._below, other._more = self._below, set(self._more)
-        return other
-
-    def __contains__(self, seq: int) -> bool:
-        return seq < self._below or seq in self._more
-
-    def __len__(self) -> int:
-        return self._below + len(self._more)
 
 
 class SourceLines:
@@ -240,8 +211,7 @@ class Spool:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
             self.error = error
-            if self._fd >= 0:
-                os.ftruncate(self._fd, self._size)
+            self._undo()
             return False
         self._size += size
         self.error = None
@@ -292,6 +262,15 @@ class Spool:
             return
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _undo(self) -> None:
+        """Take back what was torn; where that fails nothing may follow in this segment, since no reader gets past."""
+        if self._fd < 0:
+            return
+        try:
+            os.ftruncate(self._fd, self._size)
+        except OSError:
+            self.rotate()
 
     def _path(self, number: int) -> Path:
         return self._dir / f"{number}.spool"

@@ -18,7 +18,8 @@ from zbus.trace import control, wire
 from zbus.trace.collector import Collector
 from zbus.trace.config import TraceConfig
 from zbus.trace.export import SIDECAR_KEY, Exporter, sidecar_record
-from zbus.trace.spool import SeqSet, Spool, read_spool, scan_blocks
+from zbus.trace.intake import SeqSet
+from zbus.trace.spool import Spool, read_spool, scan_blocks
 from zbus.trace.tracefile import boot_id, time_namespace
 from zbus.trace.tracer import Tracer
 from zbus.trace.writer import TraceWriter
@@ -72,7 +73,7 @@ class Bench:
             self.exporter._say(self.exporter._open)
             self.turn(convert=False)
             self.exporter._take_answers(0.0, lambda: True)
-            return self.exporter._alive
+            return self.exporter._outbox.alive
 
         wait_until(met, what="an answer of the sidecar")
         self.writer._outlet = self.exporter
@@ -99,7 +100,7 @@ class Bench:
             self.exporter.settle()
             self.turn()
             self.exporter._take_answers(0.0, lambda: True)
-            return not self.exporter._held and not (self.exporter._alive and self.exporter._spill.index)
+            return not self.exporter._outbox.held and not (self.exporter._outbox.alive and self.exporter._spill.waiting)
 
         wait_until(done, what="everything to be safe")
         self.turn()
@@ -111,8 +112,12 @@ class Bench:
         event = self.writer.end_event()
         event.args = {**counts, "by": "process"}
         if self.collector is not None:
-            self.exporter._say(wire.End(self.writer.source, self.exporter._next, msgspec.json.encode(event) + b"\n"))
-            wait_until(lambda: (self.turn(), self.exporter._take_answers(0.0, lambda: True), self.exporter._ended)[2])
+            self.exporter._say(
+                wire.End(self.writer.source, self.exporter._outbox._next, msgspec.json.encode(event) + b"\n")
+            )
+            wait_until(
+                lambda: (self.turn(), self.exporter._take_answers(0.0, lambda: True), self.exporter._outbox.ended)[2]
+            )
 
     def close(self) -> None:
         """Close everything."""
@@ -174,8 +179,8 @@ def test_a_block_counts_as_written_when_it_is_acknowledged(bench):
 def test_a_block_sent_twice_is_stored_once(bench):
     """A repeated block (its acknowledgement was lost) is acknowledged again and written once."""
     bench.tick(3)
-    entry = bench.exporter._held[0]
-    bench.exporter._send(entry)
+    entry = bench.exporter._outbox.held[0]
+    bench.exporter._outbox.send(entry)
     bench.settle()
     assert bench.collector.ledger()[0]["blocks"] == 1
     assert TrialFiles(bench.trial).numbers == [0, 1, 2]
@@ -183,10 +188,10 @@ def test_a_block_sent_twice_is_stored_once(bench):
 
 def test_more_than_the_sidecar_takes_goes_to_the_spill(bench, monkeypatch):
     """A process that is faster than its sidecar sends no more than a bound ahead; the rest waits in the spill."""
-    monkeypatch.setattr("zbus.trace.export._BACKLOG", 2000)
+    monkeypatch.setattr("zbus.trace.outbox.BACKLOG", 2000)
     sent: list[int] = []
-    real = bench.exporter._send
-    monkeypatch.setattr(bench.exporter, "_send", lambda entry: sent.append(len(entry.payload)) or real(entry))
+    real = bench.exporter._outbox.send
+    monkeypatch.setattr(bench.exporter._outbox, "send", lambda entry: sent.append(len(entry.payload)) or real(entry))
     for _ in range(20):
         bench.tick(10)
     assert sum(sent) <= 3000
@@ -216,7 +221,7 @@ def test_a_spool_on_a_full_disk_refuses_and_the_process_spills(bench, disk):
 
 def test_a_disk_that_takes_neither_keeps_the_oldest_and_counts_the_newest(bench, disk, monkeypatch):
     """With spool and spill full blocks stay in memory up to the bound; beyond it the newest are lost and counted."""
-    monkeypatch.setattr("zbus.trace.export._BACKLOG", 2000)
+    monkeypatch.setattr("zbus.trace.outbox.BACKLOG", 2000)
     disk.full = ("/spool/", ".spill.")
     for _ in range(10):
         bench.tick(10)
@@ -235,6 +240,67 @@ def test_a_disk_that_takes_neither_keeps_the_oldest_and_counts_the_newest(bench,
     [end] = files.named("zbus_end")
     assert (end["args"]["recorded"], end["args"]["lost"]) == (100, counts["lost"])
     assert files.torn == 0
+
+
+def test_a_loss_is_said_once_lines_find_a_place_again(bench, disk, monkeypatch):
+    """What was dropped stands as zbus_loss in the file, and no number of a block is missing."""
+    monkeypatch.setattr("zbus.trace.outbox.BACKLOG", 2000)
+    bench.crash()
+    disk.full = (".spill.",)
+    bench.exporter._outbox.alive = False
+    for _ in range(10):
+        bench.tick(10)
+        bench.exporter.settle()
+    lost = counts_add_up(bench)["lost"]["spill_failed"]
+    assert lost > 0
+    disk.full = ()
+    bench.exporter._outbox.secure()
+    bench.exporter.settle()
+    bench.tick(1)
+    bench.exporter.settle()
+    files = TrialFiles(bench.trial)
+    assert [e["args"]["lost"] for e in files.named("zbus_loss")] == [lost]
+    seqs = [e["args"]["seq"] for e in files.named("zbus_block")]
+    assert seqs == list(range(len(seqs)))
+    assert len(files.numbers) == counts_add_up(bench)["written"] == 101 - lost
+
+
+def test_the_spill_of_another_process_stays(bench):
+    """A process that ended without a sidecar left its spill; its successor in the same file takes back only its own."""
+    spill = TrialFiles(bench.trial).spill
+    spill.write_bytes(b'{"name":"theirs","ph":"M","pid":1,"tid":1}\n')
+    bench.exporter._outbox.alive = False
+    bench.tick(3)
+    assert spill.read_bytes().count(b'"tick"') == 3
+    bench.meet()
+    bench.settle()
+    assert spill.read_bytes() == b'{"name":"theirs","ph":"M","pid":1,"tid":1}\n'
+    assert TrialFiles(bench.trial).numbers == [0, 1, 2]
+
+
+def test_a_segment_that_cannot_be_taken_back_is_ended(bench, disk, monkeypatch):
+    """A torn frame that stays (truncate fails too) does not hide the frames that come after it."""
+    disk.full = ("/spool/",)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "input/output error")))
+        bench.tick(2)
+        bench.settle()
+    disk.full = ()
+    bench.meet()
+    bench.tick(2)
+    bench.exporter._take_answers(0.0, lambda: True)
+    wait_until(
+        lambda: (
+            bench.turn(convert=False),
+            bench.exporter._take_answers(0.0, lambda: True),
+            not bench.exporter._outbox.held,
+        )[2],
+        what="the acknowledgement",
+    )
+    bench.crash()
+    bench.start()
+    bench.turn()
+    assert TrialFiles(bench.trial).numbers == [0, 1, 2, 3]
 
 
 def test_lines_that_find_no_room_wait_in_the_spool(bench, disk):
@@ -260,7 +326,7 @@ def test_a_successor_finishes_what_a_killed_sidecar_took(bench, converted):
         pass
     if converted:
         bench.turn()
-    bench.exporter._take_answers(1.0, lambda: not bench.exporter._held)
+    bench.exporter._take_answers(1.0, lambda: not bench.exporter._outbox.held)
     assert counts_add_up(bench)["written"] == 3
     bench.crash()
     assert TrialFiles(bench.trial).numbers == [0, 1, 2]
@@ -291,10 +357,10 @@ def test_a_block_torn_by_a_killed_sidecar_is_made_whole(bench, cut):
 
 def test_an_unknown_stream_is_asked_to_introduce_itself(bench):
     """A sidecar that never heard of a stream stores nothing of it before it knows whose it is."""
-    bench.collector._sources.clear()
+    bench.collector._intake.streams.clear()
     bench.tick(1)
     bench.turn()
-    bench.exporter._take_answers(0.5, lambda: not bench.exporter._alive)
+    bench.exporter._take_answers(0.5, lambda: not bench.exporter._outbox.alive)
     bench.meet()
     bench.settle()
     assert TrialFiles(bench.trial).numbers == [0]
@@ -464,7 +530,7 @@ def test_whatever_happens_every_record_is_accounted_for(  # noqa: C901  # one st
 ):
     """Random crashes, restarts, full disks, delays: recorded = written + pending + lost at every step, none twice."""
     rng = random.Random(seed)
-    monkeypatch.setattr("zbus.trace.export._BACKLOG", 20_000)
+    monkeypatch.setattr("zbus.trace.outbox.BACKLOG", 20_000)
     bench = Bench(short_dir)
     places = ("/spool/", ".spill.", "traces_0.jsonl")
     story = []
@@ -489,8 +555,8 @@ def test_whatever_happens_every_record_is_accounted_for(  # noqa: C901  # one st
                 disk.full = tuple(rng.sample(places, rng.randint(1, 3)))
             elif act == "free":
                 disk.full = ()
-            elif bench.exporter._held:
-                bench.exporter._send(rng.choice(list(bench.exporter._held.values())))
+            elif bench.exporter._outbox.held:
+                bench.exporter._outbox.send(rng.choice(list(bench.exporter._outbox.held.values())))
             counts = counts_add_up(bench)
             have = TrialFiles(short_dir).numbers
             assert len(have) == len(set(have))
