@@ -11,7 +11,11 @@ A busy, GIL-holding or stopped callee keeps its connection as far as its kernel 
 DEAD (P9). DEAD is said by whoever saw the exit or the lease run out, and by a refusal that cannot heal (a fenced
 incarnation, another protocol version).
 
-Pure: the shell hands in the time.
+The transport tries again by itself after a lost connection, but not after bytes that are no protocol of its own
+(another service on a reused port, a mangled frame): it then gives up without a word. So unless it says soon after a
+loss that it tries again, this machine has the shell dial anew, later each time until a WELCOME comes.
+
+Pure: the shell hands in the time and its randomness.
 """
 
 from __future__ import annotations
@@ -35,17 +39,32 @@ class LinkState(enum.Enum):
     DEAD = "dead"
 
 
+_REDIAL: Final = 200 * _MS
+_REDIAL_MAX: Final = 5_000 * _MS
+_REDIAL_DOUBLINGS: Final = 5
+
+
 class LinkMachine:
-    """State of one connection. ``hello_due`` tells when a HELLO must be sent (again).
+    """State of one connection. ``hello_due`` tells when a HELLO must be sent (again), ``redial_due`` when to dial anew.
 
     Args:
         hello_every_ns: How often a HELLO without an answer is repeated.
+        jitter: Between 0 and 1, another one for each link, so that many do not dial in step.
+
+    Attributes:
+        redials: How often the shell dialled anew since the last WELCOME.
     """
 
-    __slots__ = ("_every", "_renewed", "evidence", "hello_due", "reason", "since_ns", "state", "up")
+    __slots__ = (
+        "_every", "_jitter", "_renewed", "evidence", "hello_due", "reason", "redial_due", "redials", "since_ns",
+        "state", "up",
+    )  # fmt: skip
 
-    def __init__(self, now: int, *, hello_every_ns: int = 500 * _MS) -> None:
+    def __init__(self, now: int, *, hello_every_ns: int = 500 * _MS, jitter: float = 1.0) -> None:
         self._every = hello_every_ns
+        self._jitter = jitter
+        self.redial_due = _NEVER
+        self.redials = 0
         self.state = LinkState.CONNECTING
         self.since_ns = now
         self.up = False
@@ -59,6 +78,7 @@ class LinkMachine:
         if self.state is LinkState.DEAD:
             return
         self.up = True
+        self.redial_due = _NEVER
         if self.state is LinkState.CONNECTING:
             self._to(LinkState.HANDSHAKING, now)
         elif self.state is LinkState.READY:  # the last connection was lost unnoticed, with what was on its way
@@ -66,24 +86,38 @@ class LinkMachine:
         self.hello_due = now
 
     def link_down(self, now: int, why: str) -> None:
-        """The connection is gone; libzmq tries again by itself."""
+        """The connection is gone. The transport tries again, or else ``redial_due`` comes."""
         if self.state is LinkState.DEAD:
             return
         self.up = False
         self.hello_due = _NEVER
+        pause = min(_REDIAL << min(self.redials, _REDIAL_DOUBLINGS), _REDIAL_MAX)
+        self.redial_due = now + int(pause * (0.5 + 0.5 * self._jitter))
         self.evidence = why
         self._to(LinkState.SUSPECT if self.state in (LinkState.READY, LinkState.SUSPECT) else LinkState.CONNECTING, now)
+
+    def retrying(self) -> None:
+        """The transport tries again by itself."""
+        self.redial_due = _NEVER
+
+    def redialled(self) -> None:
+        """The shell has dialled anew."""
+        self.redials += 1
+        self.redial_due = _NEVER
 
     def hello_sent(self, now: int) -> None:
         """A HELLO left; repeat it if no answer comes."""
         self.hello_due = now + self._every
 
     def welcomed(self, now: int) -> bool:
-        """A WELCOME came. True if the lanes must resume: it made the link READY, or a new connection is behind it."""
-        if self.state is LinkState.DEAD:
+        """A WELCOME came. True if the lanes must resume: it made the link READY, or a new connection is behind it.
+
+        One that comes while there is no connection is an old one's and means nothing.
+        """
+        if self.state is LinkState.DEAD or not self.up:
             return False
-        self.up = True
-        self.hello_due = _NEVER
+        self.hello_due = self.redial_due = _NEVER
+        self.redials = 0
         self.evidence = ""
         renewed, self._renewed = self._renewed, False
         if self.state is LinkState.READY:
@@ -101,7 +135,7 @@ class LinkMachine:
         if self.state is LinkState.DEAD:
             return False
         self.reason, self.evidence = reason, evidence
-        self.hello_due = _NEVER
+        self.hello_due = self.redial_due = _NEVER
         self._to(LinkState.DEAD, now)
         return True
 

@@ -32,6 +32,9 @@ class LinkEvents(Protocol):
     def on_link_down(self, why: str) -> None:
         """The connection is gone, or its handshake failed; ``why`` is the monitor's word."""
 
+    def on_link_retried(self) -> None:
+        """The transport tries again by itself. Unless this follows a lost connection closely, it has given up."""
+
 
 class Channel:
     """A socket with its receiver, its parked messages and its counters.
@@ -68,9 +71,12 @@ class Channel:
         self._outbox: deque[list[Any]] = deque()
         self._monitor = monitor
         self._events = events
+        self._up = False
+        self._refusal = ""
         self._fd = int(socket.getsockopt(zmq.FD))
         self.refused: dict[str, int] = {}
         self.unroutable = 0
+        self.unsent = 0
         self._closed = False
         reactor.register(self._fd, self.on_readable)
         if monitor is not None:
@@ -114,13 +120,24 @@ class Channel:
             self.check()
 
     def clear_outbox(self) -> None:
-        """Drop parked messages; the protocol sends anew after a reconnect."""
+        """Drop parked messages, counted; the protocol sends anew after a reconnect."""
+        self.unsent += len(self._outbox)
         self._outbox.clear()
 
     @property
     def parked(self) -> int:
         """Number of messages waiting for the peer."""
         return len(self._outbox)
+
+    def counts(self) -> dict[str, int]:
+        """Return what was refused or dropped here, by reason; reasons that never occurred are left out.
+
+        ``refused_…``: messages that are none, and handshakes that failed. ``unroutable``: sent to a peer that was gone.
+        ``unsent``: parked when the connection was lost. ``torn``: struck by an interrupt in the middle of a receive.
+        """
+        counts = {f"refused_{reason}": number for reason, number in self.refused.items()}
+        others = {"unroutable": self.unroutable, "unsent": self.unsent, "torn": self._receiver.dropped}
+        return {**counts, **{reason: number for reason, number in others.items() if number}}
 
     def on_readable(self) -> None:
         """Take one message: most often it is the only one, and whoever waits for it need not wait for a look.
@@ -172,7 +189,7 @@ class Channel:
             else:
                 header, buffers = decode(frames)
         except FrameError as error:
-            self.refused[error.reason] = self.refused.get(error.reason, 0) + 1
+            self._count(error.reason)
             if self._on_bad is not None and isinstance(error, VersionMismatch):
                 self._on_bad(error, peer)
             return
@@ -189,20 +206,42 @@ class Channel:
             outbox.popleft()
 
     def _on_monitor(self) -> None:
-        while not self._closed and self._monitor is not None and self._events is not None:
+        events = self._events
+        while not self._closed and self._monitor is not None and events is not None:
             event = read_event(self._monitor)
             if event is None:
                 return
             if event.connected:
-                self._events.on_link_up()
+                self._up, self._refusal = True, ""
+                events.on_link_up()
                 self._flush()
-            elif event.lost or event.refused:
-                self._events.on_link_down(_why(event))
+            elif event.retried:
+                events.on_link_retried()
+            elif event.refused:
+                self._refusal = _refusal(event)
+                self._count(_REFUSED[event.event])
+                events.on_link_down(self._refusal)
+            elif event.lost:  # also after each refusal
+                if not self._up and not self._refusal:  # what came was no greeting at all
+                    self._count("handshake_garbage")
+                    self._refusal = f"{event.endpoint} is not a zbus peer"
+                why, self._up, self._refusal = self._refusal, False, ""
+                events.on_link_down(why or "the connection was lost")
+
+    def _count(self, reason: str) -> None:
+        self.refused[reason] = self.refused.get(reason, 0) + 1
 
 
-def _why(event: MonitorEvent) -> str:
-    if event.lost:
-        return "the connection was lost"
+_REFUSED: Final = {
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "handshake_cut",
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "handshake_protocol",
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "handshake_auth",
+}
+
+
+def _refusal(event: MonitorEvent) -> str:
     if event.event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return f"{event.endpoint} refused our key"
+    if event.event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+        return f"{event.endpoint} closed the connection before it said who it is"
     return f"{event.endpoint} is not a zbus peer, or has other keys"

@@ -8,6 +8,8 @@ quick. A waiting caller drives the reactor itself (``wait``).
 from __future__ import annotations
 
 import enum
+import logging
+import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -43,6 +45,8 @@ from zbus.transport.reactor import Reactor
 from zbus.transport.sockets import SocketFactory
 
 __all__ = ["ChunkSink", "Client", "Peer", "PeerState", "Placed", "Sink"]
+
+log = logging.getLogger("zbus.client")
 
 _NEVER: Final = 1 << 62
 
@@ -94,17 +98,38 @@ class _Link:
         self.client = client
         self.peer = peer
         self.name = name
-        self.machine = LinkMachine(client.clock.monotonic_ns())
+        # One address only: a DEALER deals round robin over several, which would tear the order of a lane.
+        self.endpoint = endpoints[0]
+        self.machine = LinkMachine(client.clock.monotonic_ns(), jitter=random.random())  # noqa: S311  # no secret
         self.lanes: dict[str, _Lane] = {}
-        socket: Socket = client.factory.dealer("main" if name == "main" else "ctl")
+        self.channel = self._dial()
+
+    def _dial(self) -> Channel:
+        client = self.client
+        socket: Socket = client.factory.dealer("main" if self.name == "main" else "ctl")
         monitor = client.factory.monitor(socket)
-        self.channel = Channel(
+        channel = Channel(
             client.reactor, socket, self.on_message, router=False, monitor=monitor, events=self, on_bad=self.on_bad
         )
-        # One address only: a DEALER deals round robin over several, which would tear the order of a lane.
-        client.factory.connect(socket, endpoints[0])
+        client.factory.connect(socket, self.endpoint)
+        return channel
+
+    def redial(self) -> None:
+        """Connect by a socket of its own making, where libzmq has given up the old one; see ``protocol.liveness``."""
+        machine, old = self.machine, self.channel
+        if machine.redials == 0:
+            log.warning("%s is not reached: %s; dialling %s again", self.peer.name, machine.evidence, self.endpoint)
+        old.drain()
+        self.client.keep_counts(old)
+        self.client.count("redials")
+        old.close()
+        self.channel = self._dial()
+        machine.redialled()
 
     def on_link_up(self) -> None:
+        if self.machine.state is LinkState.DEAD:  # one that came back after it was given up: nobody asks it anything
+            self.client.count("dead_peer_back")
+            return
         now = self.client.clock.monotonic_ns()
         self.machine.link_up(now)
         self.say_hello(now)
@@ -112,10 +137,14 @@ class _Link:
 
     def on_link_down(self, why: str) -> None:
         self.machine.link_down(self.client.clock.monotonic_ns(), why)
+        self.client.reactor.note_due(self.machine.redial_due)
         self.channel.clear_outbox()
         for lane in self.lanes.values():
             lane.machine.on_disconnected()
         self.peer.refresh()
+
+    def on_link_retried(self) -> None:
+        self.machine.retrying()
 
     def say_hello(self, now: int) -> None:
         """Introduce the session; repeated by the timer until a WELCOME comes."""
@@ -185,6 +214,8 @@ class _Link:
 
     def _on_refusal(self, header: Header) -> None:
         if header.status == Status.NO_SESSION:
+            if not self.machine.up:  # said on a connection that is gone
+                return
             now = self.client.clock.monotonic_ns()
             self.machine.link_down(now, "the worker no longer knows this session")
             self.machine.link_up(now)
@@ -335,6 +366,7 @@ class Client:
         with gate, self.reactor.lock:
             self._settle(peer, "disconnected", "this process closed the connection")
             for link in peer.links.values():
+                self.keep_counts(link.channel)
                 link.channel.close()
             if peer in self._peers:
                 self._peers.remove(peer)
@@ -498,14 +530,19 @@ class Client:
         """Count something refused or dropped. Under the lock."""
         self.counters[what] = self.counters.get(what, 0) + 1
 
+    def keep_counts(self, channel: Channel) -> None:
+        """Add what a channel that is about to be closed has counted. Under the lock."""
+        for reason, number in channel.counts().items():
+            self.counters[reason] = self.counters.get(reason, 0) + number
+
     def statistics(self) -> dict[str, int]:
         """Return counters: refused messages by kind, retransmissions, probes, parked messages."""
         with gate, self.reactor.lock:
             totals = dict(self.counters)
             for peer in self._peers:
                 for link in peer.links.values():
-                    for reason, number in link.channel.refused.items():
-                        totals[f"refused_{reason}"] = totals.get(f"refused_{reason}", 0) + number
+                    for reason, number in link.channel.counts().items():
+                        totals[reason] = totals.get(reason, 0) + number
                     for lane in link.lanes.values():
                         totals["retransmissions"] = totals.get("retransmissions", 0) + lane.machine.retransmissions
                         totals["probes"] = totals.get("probes", 0) + lane.machine.probes
@@ -589,7 +626,9 @@ class Client:
                 machine = link.machine
                 if machine.hello_due <= now:
                     link.say_hello(now)
-                due = min(due, machine.hello_due)
+                if machine.redial_due <= now:
+                    link.redial()
+                due = min(due, machine.hello_due, machine.redial_due)
                 for lane in link.lanes.values():
                     if lane.machine.next_timer() <= now:
                         self.execute(lane, lane.machine.on_timer(now))

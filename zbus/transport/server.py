@@ -303,9 +303,8 @@ class Server:
         with gate, self.lock:
             totals = {f"dropped_{why}": number for why, number in self.callee.dropped.items()}
             for channel in self._channels.values():
-                for why, number in channel.refused.items():
-                    totals[f"refused_{why}"] = totals.get(f"refused_{why}", 0) + number
-                totals["unroutable"] = totals.get("unroutable", 0) + channel.unroutable
+                for why, number in channel.counts().items():
+                    totals[why] = totals.get(why, 0) + number
             return totals
 
     def close(self) -> None:

@@ -70,6 +70,11 @@ class MonitorEvent(NamedTuple):
         return self.event == zmq.EVENT_DISCONNECTED
 
     @property
+    def retried(self) -> bool:
+        """Whether libzmq tries again by itself; after a lost connection that it does not, nobody does."""
+        return self.event == zmq.EVENT_CONNECT_RETRIED
+
+    @property
     def refused(self) -> bool:
         """Whether the other end is not ours: it speaks otherwise, has other keys, or closed in the handshake."""
         return self.event in _REFUSALS
@@ -320,7 +325,7 @@ def read_event(monitor: Socket) -> MonitorEvent | None:
     if frames is None:
         return None
     event, value = struct.unpack("=hi", frames[0])
-    return MonitorEvent(event, value, bytes(frames[1]).decode("utf-8", "replace"))
+    return MonitorEvent(event, value, _MAPPED.sub(r"\1", bytes(frames[1]).decode("utf-8", "replace")))
 
 
 def _bind_failure(endpoint: str, error: zmq.ZMQError) -> TransportError:

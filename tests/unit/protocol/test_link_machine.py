@@ -84,6 +84,46 @@ def test_dead_is_for_good():
     )  # fmt: skip
 
 
+def test_a_link_whose_transport_gives_up_is_dialled_anew_later_each_time():
+    """Unless the transport says that it tries again, redialling is due, after 0.2 s, 0.4 s, … 5 s, until a WELCOME."""
+    link = ready()
+    link.link_down(0, "lost")
+    link.retrying()
+    assert link.redial_due == NEVER
+    pauses = []
+    for now in (0, 10_000 * MS, 20_000 * MS, 30_000 * MS, 40_000 * MS, 50_000 * MS, 60_000 * MS):
+        link.link_down(now, "not a zbus peer")
+        pauses.append((link.redial_due - now) // MS)
+        link.redialled()
+        assert link.redial_due == NEVER
+    assert pauses == [200, 400, 800, 1600, 3200, 5000, 5000]
+    link.link_up(70_000 * MS)
+    assert link.redials == 7, "a handshake alone is no answer"
+    assert link.welcomed(70_001 * MS)
+    link.link_down(80_000 * MS, "lost")
+    assert (link.redials, link.redial_due) == (0, 80_200 * MS)
+    link.dead(80_100 * MS, "lease", "ran out")
+    assert link.redial_due == NEVER
+
+
+def test_a_welcome_of_a_lost_connection_means_nothing():
+    """It comes late, from a queue: the link is not READY by it, and is still dialled anew."""
+    link = ready()
+    link.link_down(10 * MS, "lost")
+    assert not link.welcomed(11 * MS)
+    assert (link.state, link.redial_due) == (LinkState.SUSPECT, 210 * MS)
+
+
+def test_links_do_not_dial_in_step():
+    """The pause is between half of it and all of it, by the jitter of the link."""
+    pauses = []
+    for jitter in (0.0, 0.5, 1.0):
+        link = LinkMachine(0, jitter=jitter)
+        link.link_down(0, "not a zbus peer")
+        pauses.append(link.redial_due // MS)
+    assert pauses == [100, 150, 200]
+
+
 def test_silence_alone_changes_nothing():
     """A link has no timer that kills: a stopped worker stays READY while its kernel answers."""
     link = ready()

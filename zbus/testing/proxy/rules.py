@@ -12,7 +12,7 @@ from zbus.testing.proxy.wire import Message
 
 __all__ = ["REPLIES", "REQUESTS", "Action", "Direction", "Rule"]
 
-Action = Literal["drop", "duplicate", "delay", "cut"]
+Action = Literal["drop", "duplicate", "delay", "cut", "mangle"]
 Direction = Literal["request", "reply", "both"]
 
 REQUESTS: Final = frozenset({Kind.REQ, Kind.SKIP})

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import Any, Final, Self, TypeVar
 
 from zbus.testing.proxy.rules import REPLIES, REQUESTS, Direction, Rule
-from zbus.testing.proxy.wire import GREETING_BYTES, Message, read_message
+from zbus.testing.proxy.wire import GREETING_BYTES, MANGLED, Message, read_message
 
 __all__ = ["FaultProxy"]
 
@@ -27,6 +27,7 @@ _KEPT_BYTES: Final = 1 << 16
 _ANSWER_S: Final = 10.0
 _RESET: Final = struct.pack("ii", 1, 0)  # SO_LINGER: close at once, by RST
 _SIDES: Final = ("request", "reply")
+_OTHER_SERVICE: Final = b"HTTP/1.1 400 Bad Request\r\n\r\n".ljust(100)
 
 
 class FaultProxy:
@@ -54,6 +55,7 @@ class FaultProxy:
         self._frozen: set[tuple[str | None, str | None, str]] = set()
         self._thawed = asyncio.Event()
         self._refusing: set[str | None] = set()
+        self._foreign: dict[str | None, bytes] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -101,6 +103,14 @@ class FaultProxy:
         which.setdefault("count", 1)
         return self.add(Rule("cut", direction, at_byte=at_byte, **which))
 
+    def mangle(self, direction: Direction = "both", **which: Any) -> Rule:
+        """Put bytes that are no message in the place of one; see ``Rule``. Count 1 if not given.
+
+        Whoever gets them ends the connection, and libzmq does not connect again by itself from that side.
+        """
+        which.setdefault("count", 1)
+        return self.add(Rule("mangle", direction, **which))
+
     def add(self, rule: Rule) -> Rule:
         """Put a rule in force after those that are; a message is harmed by the first that takes it."""
         with self._lock:
@@ -131,8 +141,15 @@ class FaultProxy:
         """Reset the connections of a worker (all by default) and each new one at once; until ``accept``."""
         self._do(self._set_refusing(worker, on=True))
 
+    def occupy(self, worker: str | None = None, greeting: bytes = _OTHER_SERVICE) -> None:
+        """Cut a worker (all by default) and have another service answer at its address; until ``accept``.
+
+        So it is when the port of a worker that has gone is reused.
+        """
+        self._do(self._set_foreign(worker, greeting))
+
     def accept(self) -> None:
-        """End every ``refuse``."""
+        """End every ``refuse`` and ``occupy``."""
         self._do(self._set_refusing(None, on=False))
 
     def replay(self, worker: str, link: str = "main", direction: Direction = "request", last: int = 16) -> int:
@@ -203,6 +220,11 @@ class FaultProxy:
         if self._refusing & {None, worker}:
             _reset(writer)
             return
+        for who in (worker, None):
+            if who in self._foreign:
+                self.counters["foreign"] += 1
+                await _speak(reader, writer, self._foreign[who])
+                return
         try:
             far = await _connect(endpoint)
         except OSError:
@@ -240,6 +262,12 @@ class FaultProxy:
                 one.reset()
         else:
             self._refusing.clear()
+            self._foreign.clear()
+
+    async def _set_foreign(self, worker: str | None, greeting: bytes) -> None:
+        self._foreign[worker] = greeting
+        for one in list(self._chosen(worker, None)):
+            one.reset()
 
     async def _replay(self, worker: str, link: str, direction: str, last: int) -> int:
         past = list(self._past.get((worker, link, direction), ()))[-last:]
@@ -363,6 +391,8 @@ class _Link:
         elif rule.action == "delay":
             await asyncio.sleep(rule.seconds)
             self.write(direction, message.raw)
+        elif rule.action == "mangle":
+            self.write(direction, MANGLED)
         elif rule.action == "cut":
             if rule.at_byte:
                 self.write(direction, message.raw[: rule.at_byte])
@@ -386,6 +416,15 @@ async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
             raise asyncio.IncompleteReadError(piece, left)
         writer.write(piece)
         left -= len(piece)
+
+
+async def _speak(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, greeting: bytes) -> None:
+    """Be another service: say something and listen until the caller has had enough."""
+    with contextlib.suppress(OSError):
+        writer.write(greeting)
+        while await reader.read(4096):
+            pass
+    _reset(writer)
 
 
 async def _connect(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -8,10 +8,13 @@ from typing import Final, NamedTuple
 from zbus.protocol import frames as headers
 from zbus.protocol.messages import Header, Kind
 
-__all__ = ["GREETING_BYTES", "Message", "frame_of", "read_message"]
+__all__ = ["GREETING_BYTES", "MANGLED", "Message", "frame_of", "read_message"]
 
 GREETING_BYTES: Final = 64
 """Size of the greeting that either side sends first."""
+
+MANGLED: Final = b"\x02\x7f" + b"\xff" * 7
+"""Start of a frame that claims eight exabytes: no peer goes on with a connection on which it comes."""
 
 _MORE: Final = 1
 _LONG: Final = 2

@@ -66,12 +66,15 @@ class SimLink:
         self.peer = peer
         self.name = name
         self.address = address
-        self.machine = LinkMachine(controller.world.now, hello_every_ns=controller.world.hello_every)
+        world = controller.world
+        self.machine = LinkMachine(world.now, hello_every_ns=world.hello_every, jitter=world.seed % 7 / 7)
         self.lanes: dict[str, SimLane] = {}
         self.connection: Connection | None = None
 
     def on_link_up(self) -> None:
         """As the client's link."""
+        if self.machine.state is LinkState.DEAD:
+            return
         now = self.controller.world.now
         self.machine.link_up(now)
         self.say_hello(now)
@@ -80,9 +83,20 @@ class SimLink:
     def on_link_down(self, why: str) -> None:
         """As the client's link."""
         self.machine.link_down(self.controller.world.now, why)
+        self.controller.note_due(self.machine.redial_due)
         for lane in self.lanes.values():
             lane.machine.on_disconnected()
         self.peer.refresh()
+
+    def on_link_retried(self) -> None:
+        """As the client's link."""
+        self.machine.retrying()
+
+    def redial(self) -> None:
+        """As the client's link."""
+        self.controller.world.covered["redial"] += 1
+        self.controller.world.reconnect(self)
+        self.machine.redialled()
 
     def say_hello(self, now: int) -> None:
         """As the client's link."""
@@ -131,6 +145,8 @@ class SimLink:
         world = self.controller.world
         world.covered["refused", header.status, self.machine.state.value] += 1
         if header.status == Status.NO_SESSION:
+            if not self.machine.up:  # said on a connection that is gone
+                return
             self.machine.link_down(world.now, "the worker no longer knows this session")
             self.machine.link_up(world.now)
             for lane in self.lanes.values():
@@ -328,7 +344,9 @@ class SimController:
             for link in peer.links.values():
                 if link.machine.hello_due <= now:
                     link.say_hello(now)
-                next_due = min(next_due, link.machine.hello_due)
+                if link.machine.redial_due <= now:
+                    link.redial()
+                next_due = min(next_due, link.machine.hello_due, link.machine.redial_due)
                 for lane in link.lanes.values():
                     if lane.machine.next_timer() <= now:
                         self.run(lane, lane.machine.on_timer(now))

@@ -60,6 +60,7 @@ class Knobs:
         together: Share of requests to several workers that start together.
         crash_sends: Controllers that die between two of their messages.
         cooperative: Running calls end when they are cancelled.
+        garbled: Share of lost connections, and of handshakes by half, after which the transport does not try again.
     """
 
     workers: int
@@ -101,6 +102,7 @@ class Knobs:
     together: float
     crash_sends: int
     cooperative: bool
+    garbled: float
 
     @property
     def faultless(self) -> bool:
@@ -116,6 +118,7 @@ class Knobs:
             or self.takeovers
             or self.crash_sends
             or self.drains
+            or self.garbled
             or self.callee_window < self.window_calls
         )
 
@@ -123,12 +126,13 @@ class Knobs:
 _LANES: Final = (("main",), ("main",), ("main", "side"), ("main", "ctl"), ("main", "side", "ctl"))
 
 
-def draw(rng: Random, later: Random, size: str = "small") -> Knobs:
+def draw(rng: Random, later: Random, latest: Random, size: str = "small") -> Knobs:
     """Draw the knobs of one run.
 
     Args:
         rng: The run's generator.
         later: Another one, for what was added later: so the runs of old seeds stay what they were where it is off.
+        latest: As ``later``, for what was added after that.
         size: ``small`` (a few calls, for millions of schedules) or ``large`` (deep histories).
     """
     r = rng.random
@@ -144,7 +148,7 @@ def draw(rng: Random, later: Random, size: str = "small") -> Knobs:
         return 1 + int(r() * top * scale) if r() < on * share else 0
 
     partitions = count(2, 0.6)
-    more = later.random
+    more, newest = later.random, latest.random
     window = (2, 4, 8, 64)[int(r() * 4)]
     return Knobs(
         workers=1 + int(r() * (4 if large else 2.5)),
@@ -186,4 +190,5 @@ def draw(rng: Random, later: Random, size: str = "small") -> Knobs:
         together=more() if more() < 0.25 else 0.0,
         crash_sends=int(not calm and more() < 0.05),
         cooperative=more() < 0.12,
+        garbled=newest() if not calm and newest() < 0.12 else 0.0,
     )

@@ -17,6 +17,7 @@ from typing import Any, Final
 from zbus.protocol.callee import Callee, RunState
 from zbus.protocol.caller import CallerLane
 from zbus.protocol.gang import Gang, Step
+from zbus.protocol.liveness import LinkMachine
 from zbus.protocol.messages import Finish, Kind, Outcome, OutcomeKind, SendTo, Status
 from zbus.registry import FileRegistry
 from zbus.testing.simulation.ledger import Ledger
@@ -573,3 +574,13 @@ def a_claim_judged_by_the_reply_of_link(patch: Patch) -> None:
             self._discard(directory, temp)
 
     patch.setattr(FileRegistry, "_link", link)
+
+
+@mutant("I1", "I11")
+def a_lost_connection_is_left_to_the_transport(patch: Patch) -> None:
+    """A link whose transport has given up is never dialled again."""
+
+    @wrap(patch, LinkMachine, "link_down")
+    def link_down(original, self, now, why):
+        original(self, now, why)
+        self.redial_due = 1 << 62

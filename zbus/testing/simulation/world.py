@@ -34,6 +34,9 @@ _MAX_EVENTS: Final = 60_000
 _LATER: Final = 0x2CB78E
 """Salt of the generator of what was added later; chosen so that it is off in the runs of the corpus."""
 
+_LATEST: Final = 0x51B1E5
+"""Salt of the generator of what was added after that."""
+
 
 def _epoch(controller: SimController) -> int:
     return controller.epoch
@@ -54,7 +57,8 @@ class World:
 
     __slots__ = (
         "_number", "_slots", "_token", "controllers", "covered", "events", "faulty", "heap", "hello_every", "knobs",
-        "later", "ledger", "link_names", "network", "now", "paused_until", "random", "rng", "script", "seed", "story",
+        "later",
+        "latest", "ledger", "link_names", "network", "now", "paused_until", "random", "rng", "script", "seed", "story",
         "timing", "workers",
     )  # fmt: skip
 
@@ -73,7 +77,9 @@ class World:
         self.random = self.rng.random
         later = Random(seed ^ _LATER)  # noqa: S311  # as above
         self.later = later.random
-        self.knobs = draw(self.rng, later, size) if knobs is None else knobs
+        latest = Random(seed ^ _LATEST)  # noqa: S311  # as above
+        self.latest = latest.random
+        self.knobs = draw(self.rng, later, latest, size) if knobs is None else knobs
         self.covered = covered
         self.story = story
         self.ledger = Ledger(covered, exact=self.knobs.journal)
@@ -334,6 +340,10 @@ class World:
         if listener is None or max(listener.blocked) > self.now or listener.paused_until > self.now:
             self.after(20 * MS, self._try_connect, link)
             return
+        if self.faulty and self.knobs.garbled and self.latest() < 0.5 * self.knobs.garbled:
+            self.covered["fault", "a handshake that is none"] += 1
+            link.on_link_down("it is not a zbus peer")
+            return
         link.connection = self.network.connect(link, listener)
         link.on_link_up()
 
@@ -358,6 +368,10 @@ class World:
             self.at(controller.paused_until, self._notice, link, why)
             return
         link.on_link_down(why)
+        if self.knobs.garbled and self.latest() < self.knobs.garbled:
+            self.covered["fault", "a loss after which the transport gives up"] += 1
+            return
+        link.on_link_retried()
         self.reconnect(link)
 
     # -- faults --------------------------------------------------------------------------------------------------
