@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from typing import Final
 
 from traceview.event import Event
@@ -83,7 +82,7 @@ class Arrows:
                 continue
             phase, arrow, ident = ends[number]
             span = opened[-1][1]
-            if len(opened) > 1 and any(a[0] < b[0] for a, b in pairwise(opened)):  # not nested: time does not tell
+            if len(opened) > 1:  # overlapping or nested: if one names the call, time does not tell
                 marks = (f'"call":"{ident}"'.encode(), f'"call": "{ident}"'.encode())
                 span = next((n for _, n in reversed(opened) if any(mark in args(n) for mark in marks)), span)
             places.append((number, phase, arrow, span))

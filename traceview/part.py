@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traceview.align import MAX_US, Shift
-from traceview.arrows import Arrows
+from traceview.arrows import Arrows, arrow_number
 from traceview.event import NO_ARGS, Event, args_of, encode_args, encode_event
 from traceview.keep import Keep
 from traceview.lanes import Lanes
@@ -639,7 +639,7 @@ class _Part:
         try:
             number = int(bind_id, 0) if isinstance(bind_id, str) else bind_id
         except ValueError:
-            number = hash(bind_id)
+            number = arrow_number(str(bind_id))
         number &= (1 << 64) - 1
         self._count_ends([number] if out else [], [number] if into else [])
 

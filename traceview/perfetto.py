@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from traceview.arrows import arrow_number
 from traceview.event import NO_ARGS, Event, args_of
 
 __all__ = ["PerfettoEncoder", "process_packet", "thread_packet", "varint"]
@@ -168,9 +169,9 @@ class PerfettoEncoder:
             if event.args is not NO_ARGS:
                 body += self._annotations(event, sequence)
             if event.bind_id != "":
-                body += _flow(event.bind_id, into=event.flow_in and not event.flow_out)
+                body += _flow(event.bind_id)
             if at in more:
-                body += b"".join(_flow(number, into=into and not out) for number, out, into in more[at])
+                body += b"".join(_flow(number) for number, _, _ in more[at])
             put(self._whole(sequence, stamp, body))
         return b"".join(out)
 
@@ -290,13 +291,14 @@ def _stamps(starts: Sequence[int]) -> tuple[bytes, int]:
     return groups.tobytes(), width
 
 
-def _flow(bind_id: int | str, *, into: bool) -> bytes:
+def _flow(bind_id: int | str) -> bytes:
+    """Return an arrow's end; both are alike: one said to be the last is lost if a doubtful clock puts it first."""
     try:
         number = int(bind_id, 0) if isinstance(bind_id, str) else bind_id
     except ValueError:
-        number = hash(bind_id)
+        number = arrow_number(str(bind_id))
     packed = struct.pack("<Q", number & 0xFFFFFFFFFFFFFFFF)
-    return (b"\x81\x03" if into else b"\xf9\x02") + packed  # terminating_flow_ids, flow_ids
+    return b"\xf9\x02" + packed  # flow_ids
 
 
 def _value(value: Any) -> bytes:

@@ -60,7 +60,8 @@ class Viewer:
 
     def __init__(self, pages: Mapping[str, Page], folder: Path | None = None, port: int = 0) -> None:
         self.served = threading.Event()
-        handler = type("_Handler", (_Handler,), {"pages": dict(pages), "folder": folder, "served": self.served})
+        self._pages = dict(pages)
+        handler = type("_Handler", (_Handler,), {"pages": self._pages, "folder": folder, "served": self.served})
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
@@ -74,6 +75,10 @@ class Viewer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5)
+
+    def put(self, path: str, page: Page) -> None:
+        """Serve one more page; any thread may call."""
+        self._pages[path] = page
 
     @property
     def url(self) -> str:

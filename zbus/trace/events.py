@@ -212,13 +212,16 @@ class Expander:
         if encoded:
             part = self._span(out, "encode", (submit, encoded), tid, call)
             part.args = {"kind": "encode", "call": call}
-        if encoded and sent:
-            part = self._span(out, "send", (encoded, sent), tid, call)
-            part.args = {"kind": "send", "call": call}
         if sent:
+            # The arrow leaves where sending begins: the worker may have the request before the caller notes it as sent.
+            leaves = None
+            if encoded:
+                leaves = self._span(out, "send", (encoded, sent), tid, call)
+                leaves.args = {"kind": "send", "call": call, "attempt": attempt}
             part = self._span(out, "wire", (sent, reply or decoded), tid, call)
             part.args = {"kind": "wire", "call": call, "attempt": attempt}
-            part.bind_id, part.flow_out = request, True
+            leaves = leaves or part
+            leaves.bind_id, leaves.flow_out = request, True
         if reply:
             part = self._span(out, "decode", (reply, decoded), tid, call)
             part.args = {"kind": "return", "call": call, "attempt": attempt}

@@ -420,7 +420,7 @@ def test_arrows_join_both_sides_by_a_hash_of_the_ids(tmp_path):
     out = {e["bind_id"]: e["args"]["kind"] for e in bus_events(path) if e.get("flow_out")}
     into = {e["bind_id"]: e["args"]["kind"] for e in bus_events(path) if e.get("flow_in")}
     request, answer = bus_flow_ids(SESSION, "actor/3", 77, "main", 5, 1)
-    assert out == {request: "wire", answer: "reply"}
+    assert out == {request: "send", answer: "reply"}
     assert into == {request: "queue", answer: "return"}
     ids = {f for w in "ab" for attempt in range(1, 100) for f in bus_flow_ids(SESSION, w, 77, "main", 5, attempt)}
     assert len(ids) == 2 * 198

@@ -119,7 +119,7 @@ def test_the_published_message_classes_read_what_we_write(tmp_path):
     assert {name: at for name, (at, _) in begun.items()} == {"a": 1500, "b": 2000, "c": 9000}
     ends = [at for at, e, _ in events if e.type == e.TYPE_SLICE_END and e.track_uuid == thread.uuid]
     assert ends == [3000, 5750, 9000]
-    assert list(begun["b"][1].flow_ids) == list(begun["c"][1].terminating_flow_ids) == [255]
+    assert list(begun["b"][1].flow_ids) == list(begun["c"][1].flow_ids) == [255]
     assert [at for at, e, _ in events if e.type == e.TYPE_INSTANT] == [3000]
     counts = [(at, e.double_counter_value) for at, e, _ in events if e.type == e.TYPE_COUNTER]
     assert sorted(counts) == [(4000, 1.0), (4000, 2.5)]
