@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
@@ -32,12 +32,13 @@ from zbus.protocol.frames import INLINE_BYTES
 from zbus.protocol.journal import LaneRing
 from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Status, StreamCredit
 from zbus.runtime.stopping import CurrentCall, running, task_call
+from zbus.runtime.streams import RunningStream
 from zbus.trace.tracer import get_tracer
 
 if TYPE_CHECKING:  # an agent starts with this module, runs nothing async, and importing it takes a sixth of its start
     import asyncio
 
-__all__ = ["STREAM_WINDOW", "Answers", "Builtin", "Executor"]
+__all__ = ["Answers", "Builtin", "Executor"]
 
 _LOOP_END_S: Final = 1.0
 """How long async calls that still run have to end when the loop does."""
@@ -45,9 +46,6 @@ _LOOP_END_S: Final = 1.0
 _HOLD_NS: Final = 1_000_000
 _HOLD_CALLS: Final = 256
 """A short result of a batch waits for others at most so long, and for at most so many."""
-
-STREAM_WINDOW: Final = 64
-"""Items a stream may run ahead of what its caller has taken."""
 
 Builtin = Callable[..., Any]
 
@@ -74,28 +72,47 @@ class Holding(Answers, Protocol):
         """Send what was left there; ``over``: nothing more is left."""
 
 
-class _Stream:
-    """Credit of one running stream; waits on the thread or the loop that produces it."""
+class Marks(Protocol):
+    """Where the start and end of each call are marked: a ring of the crash journal, with fail-points around or not."""
 
-    __slots__ = ("acked", "event", "loop", "loop_event")
+    def begin(self, seq: int) -> None:
+        """Right before the method is called."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        self.acked = 0
-        self.loop = loop
-        self.event = threading.Event()
-        self.loop_event: asyncio.Event | None = None
-        if loop is not None:
-            import asyncio
+    def end(self, seq: int) -> None:
+        """Right after it returned."""
 
-            self.loop_event = asyncio.Event()
+    def raised(self, seq: int) -> None:
+        """Right after it raised."""
 
-    def grant(self, acked: int) -> None:
-        self.acked = acked
-        if self.loop is not None and self.loop_event is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
-                self.loop.call_soon_threadsafe(self.loop_event.set)
-        else:
-            self.event.set()
+    def answered(self, seq: int, frames: Buffers) -> None:
+        """Its reply is encoded."""
+
+
+class _TrappedMarks:
+    """Marks with a fail-point before and behind each; what one raises is the method's own error."""
+
+    def __init__(self, ring: LaneRing, trap: Callable[[str], None]) -> None:
+        self._ring = ring
+        self._trap = trap
+        self.raised = ring.raised
+        self.answered = ring.answered
+
+    def begin(self, seq: int) -> None:
+        self._trap("before_exec")
+        self._ring.begin(seq)
+        self._inside("after_start", seq)
+
+    def end(self, seq: int) -> None:
+        self._inside("before_end", seq)
+        self._ring.end(seq)
+        self._trap("after_exec")
+
+    def _inside(self, point: str, seq: int) -> None:
+        try:
+            self._trap(point)
+        except BaseException:
+            self._ring.raised(seq)
+            raise
 
 
 class Executor:
@@ -133,7 +150,7 @@ class Executor:
         self._pools: dict[str, ThreadPoolExecutor] = {"ctl": ThreadPoolExecutor(4, "zbus-ctl")}
         self._tasks: dict[tuple[bytes, str, int], asyncio.Task[None]] = {}  # those that have begun
         self._waiting: set[asyncio.Task[None]] = set()  # all: a loop keeps only weak references
-        self._streams: dict[tuple[bytes, str, int], _Stream] = {}
+        self._streams: dict[tuple[bytes, str, int], RunningStream] = {}
         self._unwanted: set[tuple[bytes, str, int]] = set()  # requests that are not to go on; gone with their end
         self._closed = False
         self._recent: deque[tuple[int, str, bytes, str]] = deque(maxlen=512)
@@ -286,78 +303,38 @@ class Executor:
         seq = request.seq + index
         key = threading.get_ident()
         running[key] = CurrentCall(self, request, method, seq, decoded)
-        ring, trap = self._watched(request)
+        marks = self._marks(request)
         try:
             function = self._resolve(request, method)
-            if trap is not None:
-                trap("before_exec")
-            ring.begin(seq)
+            marks.begin(seq)
             try:
-                if trap is not None:
-                    trap("after_start")
                 value = function(*args, **kwargs)
                 if type(value) is GeneratorType:
                     _check_alone(request, method)
-                    return self._stream_sync(request, method, value, started, decoded)
-                if trap is not None:
-                    trap("before_end")
+                    return self._stream_sync(request, method, value, marks, started, decoded)
             except BaseException:
-                ring.raised(seq)
+                marks.raised(seq)
                 raise
-            ring.end(seq)
+            marks.end(seq)
             ended = time.monotonic_ns()
-            if trap is not None:
-                trap("after_exec")
             frames = encode(value, snapshot=True)
-            ring.answered(seq, frames)
+            marks.answered(seq, frames)
         except BaseException as error:  # whatever a method raises is its call's outcome  # noqa: BLE001
             self._fail(request, index, method, error, started, decoded)
             return False
         finally:
             running.pop(key, None)
-        body = frames[0]
-        if held is not None and type(body) is bytes and len(frames) == 1 and len(body) <= INLINE_BYTES:
-            held.append(body)
-        else:
-            self._answers.finish(request, index, Kind.RESULT, Status.OK, frames)
-        self._record(request, seq, method, started, decoded, ended, "OK")
-        self.done += 1
-        return True
+        return self._answer(request, index, method, frames, started, decoded, ended, held)
 
-    def _stream_sync(self, request: Execute, method: str, items: Iterator[Any], started: int, decoded: int) -> bool:
-        key = (request.session, request.lane, request.seq)
-        stream = self._streams[key] = _Stream(None)
-        number = 0
-        ring, trap = self._watched(request)
-        try:
+    def _stream_sync(  # private, one caller
+        self, request: Execute, method: str, items: Generator[Any, Any, Any], marks: Marks, started: int, decoded: int
+    ) -> bool:
+        stream = RunningStream(self._answers, request, None)
+        with self._streaming(stream, request, method, marks, started, decoded), contextlib.closing(items):
             for item in items:
-                while number >= stream.acked + STREAM_WINDOW:
-                    stream.event.clear()
-                    if self._unwanted and self.is_stopped(request):
-                        reason = "cancelled"
-                        raise CallStopped(reason, method)
-                    if number >= stream.acked + STREAM_WINDOW:
-                        stream.event.wait(1.0)
-                if self._unwanted and self.is_stopped(request):
-                    reason = "cancelled"
-                    raise CallStopped(reason, method)
-                self._answers.chunk(request, number, encode(item, snapshot=True))
-                number += 1
-            if trap is not None:
-                trap("before_end")
-        except BaseException as error:  # as in _run_one  # noqa: BLE001
-            ring.raised(request.seq)
-            self._fail(request, 0, method, error, started, decoded, chunks=number, kind=Kind.END)
-            return False
-        finally:
-            del self._streams[key]
-        ring.end(request.seq)
-        if trap is not None:
-            trap("after_exec")
-        self._answers.finish(request, 0, Kind.END, Status.OK, encode(None), chunks=number)
-        self._record(request, request.seq, method, started, decoded, time.monotonic_ns(), "OK")
-        self.done += 1
-        return True
+                stream.wait(lambda: self.is_stopped(request), method)
+                stream.send(item)
+        return stream.well
 
     # -- running, async ------------------------------------------------------------------------------------------
 
@@ -434,44 +411,33 @@ class Executor:
         call = CurrentCall(self, request, method, seq, decoded)
         running[id(call)] = call
         task_call.set(call)
-        ring, trap = self._watched(request)
+        marks = self._marks(request)
         try:
             function = self._resolve(request, method)
             spec = self._table.get(method)
             if spec is not None and not spec.is_async:
                 value = await self._run_beside(request, call, function, args, kwargs)
             else:
-                if trap is not None:
-                    trap("before_exec")
-                ring.begin(seq)
+                marks.begin(seq)
                 try:
-                    if trap is not None:
-                        trap("after_start")
                     value = function(*args, **kwargs)
                     if inspect.isasyncgen(value):
                         _check_alone(request, method)
-                        return await self._stream_async(request, method, value, started, decoded)
+                        return await self._stream_async(request, method, value, marks, started, decoded)
                     value = await value
-                    if trap is not None:
-                        trap("before_end")
                 except BaseException:
-                    ring.raised(seq)
+                    marks.raised(seq)
                     raise
-                ring.end(seq)
+                marks.end(seq)
             ended = time.monotonic_ns()
-            if trap is not None:
-                trap("after_exec")
             frames = encode(value, snapshot=True)
-            ring.answered(seq, frames)
+            marks.answered(seq, frames)
         except BaseException as error:  # as in _run_one; a cancel is an outcome too  # noqa: BLE001
             self._fail(request, index, method, error, started, decoded)
             return False
         finally:
             running.pop(id(call), None)
-        self._answers.finish(request, index, Kind.RESULT, Status.OK, frames)
-        self._record(request, seq, method, started, decoded, ended, "OK")
-        self.done += 1
-        return True
+        return self._answer(request, index, method, frames, started, decoded, ended)
 
     async def _run_beside(
         self, request: Execute, call: CurrentCall, function: Callable[..., Any], args: Any, kwargs: Any
@@ -497,58 +463,45 @@ class Executor:
         """Run a sync endpoint of an async lane, on a pool's thread."""
         seq, key = call.seq, threading.get_ident()
         running[key] = call
+        marks = self._marks(request)
         try:
-            return self._run_journalled(request, seq, function, args, kwargs)
+            marks.begin(seq)
+            try:
+                value = function(*args, **kwargs)
+            except BaseException:
+                marks.raised(seq)
+                raise
+            marks.end(seq)
+            return value
         finally:
             running.pop(key, None)
 
-    def _run_journalled(self, request: Execute, seq: int, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        ring, trap = self._watched(request)
-        if trap is not None:
-            trap("before_exec")
-        ring.begin(seq)
-        try:
-            if trap is not None:
-                trap("after_start")
-            value = function(*args, **kwargs)
-            if trap is not None:
-                trap("before_end")
-        except BaseException:
-            ring.raised(seq)
-            raise
-        ring.end(seq)
-        return value
-
-    async def _stream_async(self, request: Execute, method: str, items: Any, started: int, decoded: int) -> bool:
-        key = (request.session, request.lane, request.seq)
-        stream = self._streams[key] = _Stream(self._loop)
-        number = 0
-        ring, trap = self._watched(request)
-        try:
-            async for item in items:
-                while number >= stream.acked + STREAM_WINDOW and stream.loop_event is not None:
-                    stream.loop_event.clear()
-                    if number >= stream.acked + STREAM_WINDOW:
-                        await stream.loop_event.wait()
-                self._answers.chunk(request, number, encode(item, snapshot=True))
-                number += 1
-            if trap is not None:
-                trap("before_end")
-        except BaseException as error:  # as in _run_one  # noqa: BLE001
-            ring.raised(request.seq)
-            self._fail(request, 0, method, error, started, decoded, chunks=number, kind=Kind.END)
-            return False
-        finally:
-            del self._streams[key]
-        ring.end(request.seq)
-        if trap is not None:
-            trap("after_exec")
-        self._answers.finish(request, 0, Kind.END, Status.OK, encode(None), chunks=number)
-        self._record(request, request.seq, method, started, decoded, time.monotonic_ns(), "OK")
-        self.done += 1
-        return True
+    async def _stream_async(  # private, one caller
+        self, request: Execute, method: str, items: AsyncGenerator[Any, Any], marks: Marks, started: int, decoded: int
+    ) -> bool:
+        stream = RunningStream(self._answers, request, self._loop)
+        with self._streaming(stream, request, method, marks, started, decoded):
+            async with contextlib.aclosing(items):
+                async for item in items:
+                    await stream.wait_async()
+                    stream.send(item)
+        return stream.well
 
     # -- shared --------------------------------------------------------------------------------------------------
+
+    def _answer(  # private, hot path
+        self, request: Execute, index: int, method: str, frames: Buffers, started: int, decoded: int, ended: int,
+        held: deque[bytes] | None = None,
+    ) -> bool:  # fmt: skip
+        """Answer a call that returned; ``held``: where a short result may wait for others."""
+        body = frames[0]
+        if held is not None and type(body) is bytes and len(frames) == 1 and len(body) <= INLINE_BYTES:
+            held.append(body)
+        else:
+            self._answers.finish(request, index, Kind.RESULT, Status.OK, frames)
+        self._record(request, request.seq + index, method, started, decoded, ended, "OK")
+        self.done += 1
+        return True
 
     def _decode(self, request: Execute) -> list[Any] | None:
         """Return the calls of a request, or answer all of them with the reason why it cannot be read."""
@@ -563,11 +516,35 @@ class Executor:
             return None
         return calls  # type: ignore[no-any-return]  # a list, or its parts could not be told
 
-    def _watched(self, request: Execute) -> tuple[LaneRing, Callable[[str], None] | None]:
-        """Return the journal's ring for a request, and the fail-points if any; ``ctl`` has neither."""
-        if self._rings is None or request.lane == "ctl":
-            return self._unkept, None if request.lane == "ctl" else failpoints.active
-        return self._rings(request.session, request.lane), failpoints.active
+    def _marks(self, request: Execute) -> Marks:
+        """Return where the start and end of a request's calls are marked; ``ctl`` has no journal and no fail-points."""
+        if request.lane == "ctl":
+            return self._unkept
+        ring = self._unkept if self._rings is None else self._rings(request.session, request.lane)
+        return ring if failpoints.active is None else _TrappedMarks(ring, failpoints.active)
+
+    @contextlib.contextmanager
+    def _streaming(  # private
+        self, stream: RunningStream, request: Execute, method: str, marks: Marks, started: int, decoded: int
+    ) -> Iterator[None]:
+        """Let a stream have credit for the length of a ``with`` block, and answer its call as the block ends.
+
+        What the block raises is the call's outcome, and goes no further.
+        """
+        self._streams[stream.key] = stream
+        try:
+            yield
+            marks.end(request.seq)
+            stream.well = True
+        except BaseException as error:  # as in _run_one  # noqa: BLE001
+            marks.raised(request.seq)
+            self._fail(request, 0, method, error, started, decoded, chunks=stream.sent, kind=Kind.END)
+            return
+        finally:
+            del self._streams[stream.key]
+        self._answers.finish(request, 0, Kind.END, Status.OK, encode(None), chunks=stream.sent)
+        self._record(request, request.seq, method, started, decoded, time.monotonic_ns(), "OK")
+        self.done += 1
 
     def _resolve(self, request: Execute, method: Any) -> Callable[..., Any]:
         lane = request.lane
