@@ -65,7 +65,7 @@ class CallerLane(LaneAnswers):
         Returns:
             (first seq, effects).
         """
-        header = None if together else self.next_header(calls, nbytes, deadline_ns, now, trace=trace, strict=strict)
+        header = None if together else self.next_header(calls, nbytes, deadline_ns, now, trace, strict)
         if header is not None:
             self.sent(header, buffers, nbytes, deadline_ns, now)
             return header.seq, [SendTo(header, buffers)]
@@ -81,7 +81,7 @@ class CallerLane(LaneAnswers):
             self._finish_all(request, Outcome(OutcomeKind.NOT_EXECUTED, None, *self.dead, 0), effects)
             self._retire(request)
             return seq, effects
-        self._next_due = min(self._next_due, request.deadline_ns)
+        self.due_ns = min(self.due_ns, request.deadline_ns)
         self._waiting.append(request)
         self._pump(now, effects)
         return seq, effects
@@ -204,7 +204,7 @@ class CallerLane(LaneAnswers):
     def on_timer(self, now: int) -> list[Effect]:
         """Look at deadlines and silences that are due. Cheap when nothing is."""
         effects: list[Effect] = []
-        if now < self._next_due:
+        if now < self.due_ns:
             return effects
         for request in list(self._order):
             if request.state is RequestState.DONE:
@@ -221,7 +221,7 @@ class CallerLane(LaneAnswers):
             if request.probe_ns <= now and self.connected:
                 self._probe(request, now, effects)
         self._pump(now, effects)
-        self._next_due = self._earliest()
+        self.due_ns = self._earliest()
         return effects
 
     def validate(self) -> None:
@@ -255,7 +255,7 @@ class CallerLane(LaneAnswers):
             )
             return
         request.give_up_ns = now + self.timing.cancel_grace
-        self._next_due = min(self._next_due, request.give_up_ns)
+        self.due_ns = min(self.due_ns, request.give_up_ns)
         if self.connected:
             request.probe_gap = 0
             self._probe(request, now, effects)

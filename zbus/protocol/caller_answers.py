@@ -169,7 +169,7 @@ class LaneAnswers(LaneSending):
             # It was told; a method that asks will end in a moment, and its word is better than ours.
             request.told = True
             request.give_up_ns = min(request.give_up_ns, now + self.timing.stop_grace)
-            self._next_due = min(self._next_due, request.give_up_ns)
+            self.due_ns = min(self.due_ns, request.give_up_ns)
 
     def _on_nack(self, header: Header, now: int, effects: list[Effect]) -> None:
         if header.status == Status.GAP:

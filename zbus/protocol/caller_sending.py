@@ -29,7 +29,6 @@ class LaneSending:
         "_epoch",
         "_floor",
         "_incarnation",
-        "_next_due",
         "_next_seq",
         "_order",
         "_requests",
@@ -37,6 +36,7 @@ class LaneSending:
         "_waiting",
         "connected",
         "dead",
+        "due_ns",
         "lane",
         "probes",
         "retransmissions",
@@ -45,6 +45,8 @@ class LaneSending:
         "window_calls",
     )
 
+    #: when ``on_timer`` is needed next (monotonic); a far future when it is not
+    due_ns: int
     #: seq of the next call to be placed; all smaller seqs were placed exactly once
     _next_seq: int
     #: lowest seq whose request is not DONE; rises only
@@ -78,7 +80,7 @@ class LaneSending:
         self._order: deque[Request] = deque()
         self._waiting: deque[Request] = deque()
         self._bytes_out = 0
-        self._next_due = NEVER
+        self.due_ns = NEVER
         self.retransmissions = 0
         self.probes = 0
 
@@ -93,8 +95,8 @@ class LaneSending:
         return len(self._requests)
 
     def next_header(
-        self, calls: int, nbytes: int, deadline_ns: int | None, now: int, *, trace: int = 0, strict: bool = False
-    ) -> Header | None:
+        self, calls: int, nbytes: int, deadline_ns: int | None, now: int, trace: int = 0, strict: bool = False  # noqa: FBT001, FBT002  # hot path
+    ) -> Header | None:  # fmt: skip
         """Return the header under which the next ``calls`` may leave at once, or None: then only ``place`` will do.
 
         Nothing changes. The shell that has sent them under this header says so with ``sent``, before anything else
@@ -129,11 +131,7 @@ class LaneSending:
         self._bytes_out += nbytes
         self._requests[seq] = request
         self._order.append(request)
-        self._next_due = min(due, now + gap, self._next_due)
-
-    def next_timer(self) -> int:
-        """Return the monotonic time of the next needed ``on_timer``; a far future when none is."""
-        return self._next_due
+        self.due_ns = min(due, now + gap, self.due_ns)
 
     def whereabouts(self, seq: int, now: int) -> str:
         """Say in words how far the call at ``seq`` is, as far as is known here."""
@@ -202,7 +200,7 @@ class LaneSending:
 
     def _set_probe(self, request: Request, due: int) -> None:
         request.probe_ns = due
-        self._next_due = min(self._next_due, due)
+        self.due_ns = min(self.due_ns, due)
 
     def _find(self, seq: int) -> Request | None:
         request = self._requests.get(seq)

@@ -181,7 +181,7 @@ class _Link:
             effects = machine.receive(header, buffers, client._now())  # noqa: SLF001  # one mechanism in two classes
             if effects:
                 client.execute(lane, effects)
-            client.reactor.note_due(machine.next_timer())
+            client.reactor.note_due(machine.due_ns)
         elif kind == Kind.WELCOME:
             self._on_welcome(buffers)
         elif kind != Kind.NACK:
@@ -421,16 +421,13 @@ class Client:
             TransportError: The client is closed.
         """
         if count == 1 and len(members) == 1 and chunk_sink is None:
-            placed = self._place_one(members, lane, payloads[0], deadline_s, sink, trace, strict)
-            if placed is not None:
-                return placed
+            return self._place_one(members, lane, payloads[0], deadline_s, sink, trace, strict)
         sizes = [sum(map(_nbytes, payload)) for payload in payloads]
         with gate, self.reactor.lock:
-            self._check_open()
-            now = self.clock.monotonic_ns()
             for peer in members:
                 if peer.state is not PeerState.READY:
-                    raise _unavailable(members)
+                    raise self._refusal(members)
+            now = self._now()
             deadline_ns = None if deadline_s is None else now + int(deadline_s * 1e9)
             together = together and len(members) > 1
             if together:
@@ -439,53 +436,61 @@ class Client:
             lanes: list[_Lane] = []
             for index, peer in enumerate(members):
                 found = self._lane(peer, lane)
-                machine = found.machine
-                seq = machine.next_seq
-                if count == 1:
-                    found.sinks[seq] = (sink, index, 0)
-                else:
-                    for offset in range(count):
-                        found.sinks[seq + offset] = (sink, index, offset)
                 if chunk_sink is not None:
-                    found.chunks[seq] = (chunk_sink, index)
-                _, effects = machine.place(
-                    payloads[index], count, sizes[index], deadline_ns, now, trace=trace, strict=strict,
-                    together=together,
+                    found.chunks[found.machine.next_seq] = (chunk_sink, index)
+                seqs.append(
+                    self._put(
+                        found, payloads[index], count, sizes[index], deadline_ns, now, sink, index, trace, strict,
+                        together,
+                    )
                 )  # fmt: skip
-                self.execute(found, effects)
-                seqs.append(seq)
                 lanes.append(found)
             for found in lanes:
-                self.reactor.note_due(found.machine.next_timer())
+                self.reactor.note_due(found.machine.due_ns)
                 found.link.channel.check()
             return Placed(members, lane, seqs, count)
 
     def _place_one(
         self, members: Sequence[Peer], lane: str, payload: Buffers, deadline_s: float | None, sink: Sink, trace: int,
         strict: bool,  # noqa: FBT001  # private, hot path
-    ) -> Placed | None:  # fmt: skip
-        """Send one call, and keep the books while it is on its way; None where it cannot leave at once."""
+    ) -> Placed:  # fmt: skip
+        """As ``place`` for one call of one member, in the fewest steps."""
         nbytes = len(payload[0]) if len(payload) == 1 else sum(map(_nbytes, payload))
         peer = members[0]
         with gate, self.reactor.lock:
             if peer.state is not _READY:
-                self._check_open()
-                raise _unavailable(members)
+                raise self._refusal(members)
             found = peer.lanes.get(lane) or self._lane(peer, lane)
-            machine = found.machine
             now = self._now()
             deadline_ns = None if deadline_s is None else now + int(deadline_s * 1e9)
-            header = machine.next_header(1, nbytes, deadline_ns, now, trace=trace, strict=strict)
-            if header is None or self._closed:
-                return None
-            channel = found.link.channel
-            channel.send(header, payload)
-            machine.sent(header, payload, nbytes, deadline_ns, now)
-            seq = header.seq
-            found.sinks[seq] = (sink, 0, 0)
-            self.reactor.note_due(machine.next_timer())
-            channel.check()
+            seq = self._put(found, payload, 1, nbytes, deadline_ns, now, sink, 0, trace, strict)
+            self.reactor.note_due(found.machine.due_ns)
+            found.link.channel.check()
             return Placed(members, lane, [seq], 1)
+
+    def _put(  # noqa: PLR0917  # private, hot path
+        self, lane: _Lane, payload: Buffers, count: int, nbytes: int, deadline_ns: int | None, now: int, sink: Sink,
+        member: int, trace: int, strict: bool, together: bool = False,  # noqa: FBT001, FBT002
+    ) -> int:  # fmt: skip
+        """Take the next places of one member's lane; what can leave at once is booked while it is on its way."""
+        machine = lane.machine
+        header = None if together else machine.next_header(count, nbytes, deadline_ns, now, trace, strict)
+        if header is None:
+            seq = machine.next_seq
+        else:
+            seq = header.seq
+            lane.link.channel.send(header, payload)
+            machine.sent(header, payload, nbytes, deadline_ns, now)
+        if count == 1:
+            lane.sinks[seq] = (sink, member, 0)
+        else:
+            lane.sinks.update((seq + offset, (sink, member, offset)) for offset in range(count))
+        if header is None:
+            _, effects = machine.place(
+                payload, count, nbytes, deadline_ns, now, trace=trace, strict=strict, together=together
+            )
+            self.execute(lane, effects)
+        return seq
 
     def cancel(self, placed: Placed) -> None:
         """Ask that a batch should not run. Every call of it still gets exactly one outcome."""
@@ -582,7 +587,7 @@ class Client:
                     lane.gangs.pop(seq, None)
             for member, effects in steps:
                 self.execute(lanes[member], effects)
-                self.reactor.note_due(lanes[member].machine.next_timer())
+                self.reactor.note_due(lanes[member].machine.due_ns)
 
         def ended(member: int, call: int, outcome: Outcome) -> None:
             sink(member, call, outcome)
@@ -630,15 +635,20 @@ class Client:
                     link.redial()
                 due = min(due, machine.hello_due, machine.redial_due)
                 for lane in link.lanes.values():
-                    if lane.machine.next_timer() <= now:
+                    if lane.machine.due_ns <= now:
                         self.execute(lane, lane.machine.on_timer(now))
-                    due = min(due, lane.machine.next_timer())
+                    due = min(due, lane.machine.due_ns)
         return due
 
     def _check_open(self) -> None:
         if self._closed:
             msg = "this bus is closed"
             raise TransportError(msg)
+
+    def _refusal(self, members: Sequence[Peer]) -> Unavailable:
+        """Make the error of a placement that some member is not ready for; a closed bus raises its own."""
+        self._check_open()
+        return _unavailable(members)
 
 
 def _nbytes(buffer: Buffer) -> int:

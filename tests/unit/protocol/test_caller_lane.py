@@ -164,7 +164,7 @@ def test_silence_is_answered_by_a_probe_and_never_by_the_payload():
     assert timer(lane, 99 * MS) == []
     now, gaps = 0, []
     for _ in range(8):
-        due = lane.next_timer()
+        due = lane.due_ns
         gaps.append((due - now) // MS)
         now = due
         assert timer(lane, now) == ["PROBE 0"]
@@ -238,7 +238,7 @@ def test_a_deadline_before_the_request_is_sent_leaves_a_skip():
     lane = caller(connected=False)
     place(lane, 2, deadline=50 * MS)
     place(lane)
-    assert lane.next_timer() == 50 * MS
+    assert lane.due_ns == 50 * MS
     assert timer(lane, 50 * MS) == ["finish 0 NOT_EXECUTED deadline", "finish 1 NOT_EXECUTED deadline"]
     assert words(lane.on_connected(0, 60 * MS)) == ["SKIP 0+2", "REQ 2"]
     assert hear(lane, Kind.FAILURE, 0, Status.EXPIRED, calls=2) == []
@@ -494,7 +494,7 @@ def test_an_idle_lane_needs_no_timer():
     place(lane, deadline=50 * MS)
     hear(lane, Kind.RESULT, 0, body=BODY)
     assert timer(lane, 50 * MS) == []
-    assert lane.next_timer() == NEVER
+    assert lane.due_ns == NEVER
 
 
 def test_outcomes_carry_the_number_of_transmissions():

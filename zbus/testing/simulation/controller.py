@@ -247,7 +247,7 @@ class SimController:
             _, effects = machine.place((token,), count, len(token), deadline, now, strict=strict, together=together)
             self.run(lane, effects)
             placed.append((peer, seq))
-            self.note_due(machine.next_timer())
+            self.note_due(machine.due_ns)
         return placed
 
     def cancel(self, placed: list[tuple[SimPeer, int]], lane_name: str, count: int) -> None:
@@ -316,7 +316,7 @@ class SimController:
                 gang, member = lane.gangs[effect.seq]  # type: ignore[union-attr]
                 self._take(gang, gang.machine.poised(member, world.now))
         lane.machine.validate()
-        self.note_due(lane.machine.next_timer())
+        self.note_due(lane.machine.due_ns)
         if world.story is not None:
             for effect in effects:
                 if type(effect) is Finish:
@@ -348,9 +348,9 @@ class SimController:
                     link.redial()
                 next_due = min(next_due, link.machine.hello_due, link.machine.redial_due)
                 for lane in link.lanes.values():
-                    if lane.machine.next_timer() <= now:
+                    if lane.machine.due_ns <= now:
                         self.run(lane, lane.machine.on_timer(now))
-                    next_due = min(next_due, lane.machine.next_timer())
+                    next_due = min(next_due, lane.machine.due_ns)
         self.note_due(next_due)
 
     def settled(self) -> bool:
