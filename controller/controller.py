@@ -39,12 +39,14 @@ from zbus.ids import WorkerName, new_session
 from zbus.protocol.journal import JournalReport
 from zbus.protocol.messages import Outcome, OutcomeKind
 from zbus.registry.file import FileRegistry
+from zbus.registry.identity import pid_space, same_kernel
 from zbus.registry.lease import LeaseRenewer
 from zbus.registry.records import EpochRecord, JobRecord, Records, WorkerRecord
 from zbus.runtime.journal import journal_file, read_journal
 from zbus.runtime.processes import boot_id, start_time
 from zbus.trace import control
 from zbus.trace.config import TraceConfig
+from zbus.trace.tracefile import time_namespace
 from zbus.trace.tracer import Tracer
 from zbus.transport.client import Client, Peer, PeerState
 from zbus.transport.endpoints import RuntimeDir, bind_endpoints
@@ -374,7 +376,7 @@ class Controller:
 
     def _read_journal(self, worker: WorkerRecord) -> JournalReport | None:
         """Read what a worker of this host left, for want of an agent's word; None while it lives."""
-        if worker.boot_id != boot_id():
+        if not same_kernel(worker.pid_space):
             return None
         path = journal_file(self.trial.path, worker.role, worker.rank, worker.start)
         return read_journal(path, worker.incarnation, reaped=False)
@@ -446,7 +448,7 @@ class Controller:
             EpochRecord(
                 session=new_session().hex(),
                 host=socket.gethostname(),
-                boot_id=boot_id(),
+                pid_space=pid_space(),
                 pid=os.getpid(),
                 pid_start=start_time(os.getpid()) or 0,
                 hub_pub=list(hub.pub_endpoints),
@@ -455,6 +457,7 @@ class Controller:
                 run_epoch_wall_ns=SYSTEM_CLOCK.wall_ns(),
                 run_epoch_mono_ns=SYSTEM_CLOCK.monotonic_ns(),
                 clock_boot_id=boot_id(),
+                clock_time_ns=time_namespace(),
                 version=_version(),
                 runtime_dir=str(runtime.path),
             )
@@ -475,6 +478,7 @@ class Controller:
                 run_epoch_wall_ns=epoch.run_epoch_wall_ns,
                 run_epoch_mono_ns=epoch.run_epoch_mono_ns,
                 clock_boot_id=epoch.clock_boot_id,
+                clock_time_ns=epoch.clock_time_ns,
             )
         if config.trace.sidecar:
             from zbus.trace.launch import Sidecar

@@ -26,8 +26,9 @@ from zbus.errors import EngineLoadError, RegistryError, StartupError, WorkerLost
 from zbus.ids import WorkerName
 from zbus.protocol.journal import JournalReport
 from zbus.protocol.messages import Outcome, OutcomeKind
+from zbus.registry.identity import pid_space
 from zbus.registry.records import ExitRecord, JobRecord, Records, WorkerRecord
-from zbus.runtime.processes import boot_id, describe_exit, is_alive
+from zbus.runtime.processes import describe_exit, is_alive
 from zbus.transport.client import Client, Peer, PeerState
 
 __all__ = ["Member", "Members", "RoleMembers"]
@@ -453,7 +454,7 @@ class Members:
         agent_end = self.roles[member.name.role].agent_end
         patience = _LAST_WORD_S if agent_end else _EXIT_PATIENCE_S
         if (
-            record.boot_id == boot_id()
+            record.pid_space == pid_space()
             and time.monotonic() - since > patience
             and not is_alive(record.pid, record.pid_start)
         ):

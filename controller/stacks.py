@@ -24,8 +24,9 @@ from zbus.config import TrialDir
 from zbus.errors import ZbusError
 from zbus.ids import WorkerName, new_session
 from zbus.protocol.messages import Outcome, OutcomeKind
+from zbus.registry.identity import pid_space
 from zbus.registry.records import Records, WorkerRecord
-from zbus.runtime.processes import ProcessHandle, boot_id, catches, state_of
+from zbus.runtime.processes import ProcessHandle, catches, state_of
 from zbus.transport.client import Client, Peer, PeerState
 
 __all__ = ["Dump", "Stacks", "ask_agents", "fold", "place_of"]
@@ -235,13 +236,13 @@ class Stacks:
 
     def _prompt(self, batch: Sequence[WorkerRecord], files: Mapping[int, _File]) -> dict[int, str]:
         """Have each rank dump its stacks; return why some will not, by incarnation."""
-        here = boot_id()
+        here = pid_space()
         reasons: dict[int, str] = {}
         elsewhere = []
         for record in batch:
             if files[record.incarnation].before > _MOST_BYTES:
                 reasons[record.incarnation] = "unknown: its stack file is full"
-            elif record.boot_id != here or (why := _signal(record)) is None:
+            elif record.pid_space != here or (why := _signal(record)) is None:
                 elsewhere.append(record)
             elif why:
                 reasons[record.incarnation] = why
@@ -309,7 +310,7 @@ def _signal(record: WorkerRecord) -> str | None:
 
 def _silent(record: WorkerRecord) -> str:
     """Say why a rank that was signalled has written nothing."""
-    if record.boot_id == boot_id():
+    if record.pid_space == pid_space():
         state = state_of(record.pid)
         if state in ("T", "t"):
             return "nowhere: its process is stopped (state T)"

@@ -109,7 +109,7 @@ def _worker(worker: WorkerRecord, found: Snapshot, answer: Mapping[str, Any] | N
         data["state"] = "busy" if call else "idle"
         data["call"] = dict(call) if isinstance(call, Mapping) else None
         data["rss_bytes"] = answer.get("rss_bytes")
-    elif is_here(worker.host, worker.boot_id):
+    elif is_here(worker.host, worker.pid_space):
         alive = is_alive(worker.pid, worker.pid_start)
         data["state"] = "running" if alive else "lost"
         if alive and found.state == "running":

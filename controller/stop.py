@@ -91,7 +91,7 @@ def _processes(trial: TrialDir) -> tuple[list[_Group], list[str]]:
     for members in found:
         group: _Group = []
         for label, record in members:
-            if not is_here(record.host, record.boot_id):
+            if not is_here(record.host, record.pid_space):
                 elsewhere.append(f"{label} on {record.host}")
             elif (handle := ProcessHandle.open(record.pid, record.pid_start)) is not None:
                 group.append((f"{label} (pid {record.pid})", handle))

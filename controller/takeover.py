@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -15,14 +14,14 @@ from zbus.codec.exceptions import rebuild_exception
 from zbus.errors import NotExecuted, TrialError
 from zbus.ids import WorkerName
 from zbus.protocol.messages import Status
-from zbus.registry.lease import LeaseObserver, LeaseState
+from zbus.registry.identity import pid_space
 from zbus.registry.records import EpochRecord, JobRecord, Records
-from zbus.runtime.processes import boot_id, is_alive
+from zbus.registry.watch import lease_moves
+from zbus.runtime.processes import is_alive
 
 __all__ = ["OrphanResult", "arguments_of", "refuse_living", "with_arguments"]
 
 _MAX_ARGUMENTS: Final = 16_384
-_LOOKS_PER_TTL: Final = 8
 
 
 def with_arguments(record: JobRecord, args: Sequence[Any], kwargs: Mapping[str, Any]) -> JobRecord:
@@ -42,7 +41,7 @@ def arguments_of(record: JobRecord) -> tuple[Sequence[Any], Mapping[str, Any]]:
 
 
 def refuse_living(records: Records, holder: EpochRecord, clock: Clock = SYSTEM_CLOCK) -> None:
-    """Refuse a takeover while the holder lives: by its process on this kernel, else by a lease that still moves.
+    """Refuse a takeover while the holder lives: by its process, or by its lease where its pid means nothing here.
 
     A lease is judged by this process's monotonic clock, so the answer may take its time to live.
 
@@ -52,26 +51,11 @@ def refuse_living(records: Records, holder: EpochRecord, clock: Clock = SYSTEM_C
     name = f"controller.{holder.epoch}"
     if records.lease(name) is None:
         return  # it left in good order and released its lease
-    here = holder.boot_id == boot_id()
-    alive = is_alive(holder.pid, holder.pid_start) if here else _lease_moves(records, name, clock)
+    here = holder.pid_space == pid_space()
+    alive = is_alive(holder.pid, holder.pid_start) if here else lease_moves(records, name, clock=clock)
     if alive:
         msg = f"the controller of epoch {holder.epoch} is alive (pid {holder.pid} on {holder.host})"
         raise TrialError(msg, hint="stop it first: zbus-controller stop")
-
-
-def _lease_moves(records: Records, name: str, clock: Clock) -> bool:
-    observer = LeaseObserver()
-    first = records.lease(name)
-    lease = first
-    while lease is not None and first is not None:
-        if lease.counter != first.counter:
-            return True
-        observer.observe({name: lease}, clock.monotonic_ns())
-        if observer.state(name) is LeaseState.EXPIRED:
-            return False
-        time.sleep(lease.ttl_s / _LOOKS_PER_TTL)
-        lease = records.lease(name)
-    return False
 
 
 class OrphanResult:

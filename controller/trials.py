@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from zbus.config import DEFAULT_ROOT, TrialDir
 from zbus.errors import TrialError
-from zbus.runtime.processes import boot_id, is_alive
+from zbus.registry.identity import pid_space
+from zbus.runtime.processes import is_alive
 
 if TYPE_CHECKING:
     from zbus.registry.records import EpochRecord, ExitRecord, Records, WorkerRecord
@@ -91,9 +92,9 @@ def open_records(trial: TrialDir) -> Records:
     return Records(FileRegistry(trial.registry, create=False))
 
 
-def is_here(host: str, boot: str) -> bool:
-    """Return whether a record's process lives, or lived, under this kernel, so that its pid means something here."""
-    return boot == boot_id() if boot else host == socket.gethostname()
+def is_here(host: str, space: str) -> bool:
+    """Return whether a record's process lives, or lived, where its pid means something to this process."""
+    return space == pid_space() if space else host == socket.gethostname()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +151,11 @@ def _summary(trial: TrialDir) -> Mapping[str, Any]:
 def _state(trial: TrialDir, epoch: EpochRecord | None, summary: Mapping[str, Any]) -> str:
     if trial.holder() is not None:
         return "running"
-    if epoch is not None and is_here(epoch.host, epoch.boot_id) and is_alive(epoch.pid, epoch.pid_start):
+    if epoch is not None and is_here(epoch.host, epoch.pid_space) and is_alive(epoch.pid, epoch.pid_start):
         return "running"
     if summary:
         status = str(summary.get("status"))
         return "finished" if status == "ok" else status
-    if epoch is not None and not is_here(epoch.host, epoch.boot_id):
+    if epoch is not None and not is_here(epoch.host, epoch.pid_space):
         return "unknown"
     return "lost"

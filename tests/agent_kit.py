@@ -15,8 +15,9 @@ from typing import Any
 from waiting import scaled, wait_until
 from zbus.config import TrialDir
 from zbus.registry.file import FileRegistry
+from zbus.registry.identity import pid_space
 from zbus.registry.records import ExitRecord, Records
-from zbus.runtime.processes import boot_id, children_of, start_time
+from zbus.runtime.processes import children_of, start_time
 
 __all__ = ["AgentKit"]
 
@@ -44,7 +45,7 @@ class AgentKit:
 
         pid = os.getpid()
         epoch = self.records.claim_epoch(
-            EpochRecord(session=os.urandom(16).hex(), boot_id=boot_id(), pid=pid, pid_start=start_time(pid) or 0)
+            EpochRecord(session=os.urandom(16).hex(), pid_space=pid_space(), pid=pid, pid_start=start_time(pid) or 0)
         )
         for job in jobs:
             self.records.publish_job(JobRecord(**job, epoch=epoch.epoch))

@@ -24,8 +24,9 @@ from workers.agent import AgentConfig, run_agent
 from workers.spec import SPEC_VARIABLE, RankSpec
 from zbus.errors import ZbusError
 from zbus.registry.file import FileRegistry
+from zbus.registry.identity import pid_space
 from zbus.registry.records import EpochRecord, JobRecord, Records
-from zbus.runtime.processes import boot_id, start_time
+from zbus.runtime.processes import start_time
 
 
 class UnprintableError(Exception):
@@ -146,7 +147,7 @@ def _controller(trial: str, text: str) -> NoReturn:
     records = Records(FileRegistry(Path(trial) / "registry"))
     pid = os.getpid()
     epoch = records.claim_epoch(
-        EpochRecord(session=os.urandom(16).hex(), boot_id=boot_id(), pid=pid, pid_start=start_time(pid) or 0)
+        EpochRecord(session=os.urandom(16).hex(), pid_space=pid_space(), pid=pid, pid_start=start_time(pid) or 0)
     )
     for job in json.loads(text):
         records.publish_job(JobRecord(**job, epoch=epoch.epoch))

@@ -52,12 +52,12 @@ from workers.watch import Ended, ProcessTable, kill_children
 from zbus import failpoints
 from zbus.config import TrialDir, parse_duration
 from zbus.errors import ConfigError, StartupError, TransportError, ZbusError
+from zbus.registry.identity import pid_space
 from zbus.registry.records import AgentRecord, JobRecord, RankClaim
 from zbus.runtime.journal import journal_file
 from zbus.runtime.processes import (
     ProcessHandle,
     become_subreaper,
-    boot_id,
     catches,
     start_time,
 )
@@ -199,6 +199,7 @@ class Agent:
                     wait_s=self.config.wait_controller_s,
                     lease_ttl_s=self.config.lease_ttl_s,
                     starts=lambda: self._place.starts.copy(),  # the dict is replaced later  # noqa: PLW0108
+                    hears=lambda epoch: self._control is not None and self._control.hears(epoch),
                 )
                 self._joiner.start()
                 self._serve()
@@ -400,7 +401,7 @@ class Agent:
             agent=self.agent_id,
             role=self.config.role,
             host=self.host,
-            boot_id=boot_id(),
+            pid_space=pid_space(),
             pid=os.getpid(),
             pid_start=start_time(os.getpid()) or 0,
             ctl=[] if self._control is None else self._control.ctl,

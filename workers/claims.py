@@ -6,18 +6,16 @@ agent; whether it still binds is judged by the agent's process on this host, els
 
 from __future__ import annotations
 
-import socket
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zbus.errors import RankClaimed
+from zbus.registry.identity import pid_space
 from zbus.registry.records import RankClaim, Records
-from zbus.runtime.processes import boot_id, is_alive
+from zbus.registry.watch import lease_moves
+from zbus.runtime.processes import is_alive
 
 __all__ = ["Claimant", "claim_free_ranks", "claim_start", "holder_lives", "replaced_by"]
-
-_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +33,9 @@ def holder_lives(records: Records, claim: RankClaim) -> bool:
     record = records.agent(claim.agent)
     if record is None:
         return False  # agents publish themselves before they claim and withdraw when they end
-    if record.boot_id == boot_id():
-        if is_alive(record.pid, record.pid_start):
-            return True
-        if record.host == socket.gethostname():
-            return False
-    first = records.lease(claim.agent)
-    if first is None:
-        return False
-    # Elsewhere, or in a container of this kernel with pids of its own, silence of the lease decides.
-    deadline = time.monotonic() + first.ttl_s
-    while time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-        now = records.lease(claim.agent)
-        if now is None:
-            return False
-        if now.counter != first.counter:
-            return True
-    return False
+    if record.pid_space == pid_space():
+        return is_alive(record.pid, record.pid_start)
+    return lease_moves(records, claim.agent)  # on another host, or in a container of this kernel
 
 
 def _newest(records: Records, role: str) -> dict[int, RankClaim]:

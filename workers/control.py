@@ -90,6 +90,10 @@ class AgentControl:
         self._server.start()
         self._announcer = Announcer(self._factory, int.from_bytes(os.urandom(8), "big"), records=records)
 
+    def hears(self, epoch: int) -> bool:
+        """Return whether the controller of ``epoch`` is connected to this process. Any thread."""
+        return self._announcer.hears(epoch)
+
     def started(self, role: str, rank: int, incarnation: int) -> None:
         """Hint that a worker's record is about to be there. Any thread."""
         self._announcer.announce(Hint(HintKind.JOIN, role, rank, incarnation))

@@ -18,9 +18,10 @@ from workers.claims import replaced_by
 from zbus.config import TrialDir
 from zbus.errors import StartupError, ZbusError
 from zbus.registry.file import FileRegistry
+from zbus.registry.identity import pid_space
 from zbus.registry.lease import LeaseObserver, LeaseRenewer, LeaseState
 from zbus.registry.records import AgentRecord, EpochRecord, JobRecord, Lease, RankClaim, Records
-from zbus.runtime.processes import ProcessHandle, boot_id
+from zbus.runtime.processes import ProcessHandle
 
 __all__ = ["Joined", "Joiner", "Notice", "Replaced", "controller_lease"]
 
@@ -75,6 +76,7 @@ class Joiner:
         wait_s: How long to look for the first controller.
         lease_ttl_s: Silence after which others call this agent dead.
         starts: Returns the ranks that run here, with the number of their start; called on the I/O thread.
+        hears: Tells whether the controller of an epoch is connected to this process; called on the I/O thread.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Joiner:
         wait_s: float,
         lease_ttl_s: float = 5.0,
         starts: Callable[[], Mapping[int, int]] = dict,
+        hears: Callable[[int], bool] = lambda _epoch: False,
     ) -> None:
         self._trial = trial
         self._role = role
@@ -97,6 +100,7 @@ class Joiner:
         self._records: Records | None = None
         self._record: AgentRecord | None = None
         self._starts = starts
+        self._hears = hears
         self._renewer: LeaseRenewer | None = None
         self._lease: Lease | None = None
         self._observer = LeaseObserver()
@@ -183,13 +187,13 @@ class Joiner:
         return self._records
 
     def _controller_lives(self, records: Records, epoch: EpochRecord) -> tuple[bool, ProcessHandle | None]:
-        if epoch.boot_id == boot_id():
+        if epoch.pid_space == pid_space():
             handle = ProcessHandle.open(epoch.pid, epoch.pid_start)
             if handle is not None and not handle.ended():
                 return True, handle
             if handle is not None:
                 handle.close()
-        # Elsewhere, or in another pid namespace of this kernel: a counter that moves is a sign of life.
+        # Elsewhere, or in a container of this kernel: a counter that moves is a sign of life.
         holder = controller_lease(epoch.epoch)
         lease = records.lease(holder)
         if lease is None:
@@ -198,11 +202,20 @@ class Joiner:
         return lease.counter != before, None
 
     def _watch_lease(self) -> float | None:
-        """Watch the lease of a controller whose process is not on this kernel."""
+        """Watch the lease of a controller whose process cannot be watched from here.
+
+        While its connection stands, a lease that does not move tells of a disk it cannot write to, not of its end (R8).
+        """
         records, holder = self._records, controller_lease(self._epoch)
         if records is None:
             return None
-        lease = records.lease(holder)
+        try:
+            lease = records.lease(holder)
+        except ZbusError as error:
+            log.debug("the controller's lease could not be read: %s", error)
+            return self._ttl_s / _LOOKS_PER_TTL
+        if self._hears(self._epoch):
+            self._observer.forget(holder)
         self._observer.observe({} if lease is None else {holder: lease}, time.monotonic_ns())
         if self._observer.state(holder) is LeaseState.EXPIRED:
             self._observer.forget(holder)

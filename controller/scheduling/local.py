@@ -28,8 +28,9 @@ from controller.scheduling.gpus import GpuPool, find_gpus
 from zbus.config import TrialDir
 from zbus.errors import ConfigError, RegistryError, StartupError
 from zbus.registry.file import FileRegistry
+from zbus.registry.identity import pid_space
 from zbus.registry.records import Records
-from zbus.runtime.processes import ProcessHandle, boot_id, start_time
+from zbus.runtime.processes import ProcessHandle, start_time
 
 __all__ = ["AGENT_COMMAND", "LocalScheduler"]
 
@@ -318,7 +319,7 @@ class LocalScheduler:
         except RegistryError:
             return
         for record in records:
-            if record.boot_id != boot_id():
+            if record.pid_space != pid_space():
                 continue
             handle = ProcessHandle.open(record.pid, record.pid_start)
             if handle is None:

@@ -147,7 +147,7 @@ def test_ranks_of_another_host_are_asked_through_their_agent(settled: Controller
     assert record is not None
     stacks = Stacks(settled.trial, ask)
     try:
-        dump = stacks.take([structs.replace(record, boot_id="another kernel")])[record.incarnation]
+        dump = stacks.take([structs.replace(record, pid_space="another kernel")])[record.incarnation]
     finally:
         stacks.close()
     assert told == [{record.incarnation}]

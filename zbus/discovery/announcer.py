@@ -116,6 +116,10 @@ class Announcer:
         """Whether a hub with a listener is connected."""
         return self._publisher.listened
 
+    def hears(self, epoch: int) -> bool:
+        """Return whether the hub of the controller of ``epoch`` is connected: then its process is alive."""
+        return self._epoch == epoch and self._publisher.listened
+
     def close(self, timeout_s: float = 1.0) -> None:
         """Publish what waits and end the thread, within ``timeout_s`` seconds. Safe to repeat."""
         with self._lock:

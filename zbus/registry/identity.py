@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-__all__ = ["boot_id", "pid_space", "pid_start"]
+__all__ = ["boot_id", "pid_space", "pid_start", "same_kernel"]
 
 _FIELD_AFTER_NAME: Final = 19  # field 22 of /proc/PID/stat, counted after the name, which may hold anything
 
@@ -23,16 +23,25 @@ def boot_id() -> str:
 
 @functools.cache
 def pid_space() -> str:
-    """Return a token of the space in which this process's pids mean something: this boot and pid namespace.
+    """Return a token of the space in which a pid and a start time mean something: this boot, pid and time namespace.
 
-    Letters, digits and one hyphen.
+    Containers of one kernel have pids of their own; in a time namespace ``/proc`` shows other start times. Only
+    processes with equal tokens may look each other up. Letters, digits and two hyphens.
     """
     machine = boot_id() or os.uname().nodename
+    return "-".join("".join(filter(str.isalnum, part)) for part in (machine, _namespace("pid"), _namespace("time")))
+
+
+def _namespace(kind: str) -> str:
     try:
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        namespace = ""
-    return "-".join("".join(filter(str.isalnum, part)) for part in (machine, namespace.removeprefix("pid:")))
+        return os.readlink(f"/proc/self/ns/{kind}").removeprefix(f"{kind}:")
+    except OSError:  # a kernel without such namespaces has one of them
+        return ""
+
+
+def same_kernel(space: str) -> bool:
+    """Return whether a ``pid_space`` is of the kernel that runs this process, whatever its namespaces."""
+    return space.partition("-")[0] == pid_space().partition("-")[0]
 
 
 def pid_start(pid: int) -> int:

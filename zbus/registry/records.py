@@ -39,13 +39,14 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         epoch: Fencing number, from 1; ``claim_epoch`` sets it.
         session: Session id, hex.
-        host, boot_id, pid, pid_start: The controller process; the start is in clock ticks since boot.
+        host, pid_space, pid, pid_start: The controller process; the start is in clock ticks since boot. Pid and start
+            mean something only to processes whose ``zbus.registry.identity.pid_space`` is the same.
         hub_pub: Endpoints publishers connect to (the hub's XSUB).
         hub_sub: Endpoints subscribers connect to (the hub's XPUB).
         public_key: The controller's public key (Z85).
         run_epoch_wall_ns: Wall time of the run's time zero, for display only.
         run_epoch_mono_ns: The same instant on the reference clock (CLOCK_MONOTONIC of ``clock_boot_id``).
-        clock_boot_id: Boot whose monotonic clock is the run's reference clock.
+        clock_boot_id, clock_time_ns: Boot and time namespace whose monotonic clock is the run's reference clock.
         version: zbus version of the controller.
         runtime_dir: Directory of the ipc sockets.
     """
@@ -53,7 +54,7 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     session: str
     host: str = ""
-    boot_id: str = ""
+    pid_space: str = ""
     pid: int = 0
     pid_start: int = 0
     hub_pub: list[str] = msgspec.field(default_factory=list)
@@ -62,6 +63,7 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
     run_epoch_wall_ns: int = 0
     run_epoch_mono_ns: int = 0
     clock_boot_id: str = ""
+    clock_time_ns: int = 0
     version: str = ""
     runtime_dir: str = ""
 
@@ -114,7 +116,7 @@ class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         agent: Unique id of this agent process.
         role: The role it serves.
-        host, boot_id, pid, pid_start: The agent process.
+        host, pid_space, pid, pid_start: The agent process.
         ctl: Endpoints of its ``ctl`` socket.
         public_key: Its public key (Z85).
         ranks: The ranks it runs.
@@ -124,7 +126,7 @@ class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):
     agent: str
     role: str
     host: str = ""
-    boot_id: str = ""
+    pid_space: str = ""
     pid: int = 0
     pid_start: int = 0
     ctl: list[str] = msgspec.field(default_factory=list)
@@ -152,7 +154,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         start: 0 for the first start of this rank, then 1, 2, …
         incarnation: uint64 that names this process on the wire.
         agent: Id of the agent that started it.
-        host, boot_id, pid, pid_start: The process.
+        host, pid_space, pid, pid_start: The process.
         main, ctl, data: Bound endpoints by socket, best first.
         public_key: Its public key (Z85); a peer without the private half is not this worker.
         engine_digest: Digest of the engine's declarations.
@@ -169,7 +171,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     agent: str = ""
     host: str = ""
-    boot_id: str = ""
+    pid_space: str = ""
     pid: int = 0
     pid_start: int = 0
     main: list[str] = msgspec.field(default_factory=list)

@@ -25,6 +25,7 @@ from zbus.errors import EngineLoadError
 from zbus.ids import WorkerName
 from zbus.protocol.messages import PROTOCOL_VERSION, CancelRunning, Execute, Kind, Status, StreamCredit
 from zbus.registry.file import FileRegistry
+from zbus.registry.identity import pid_space
 from zbus.registry.records import JobRecord, Records, WorkerRecord
 from zbus.runtime.context import Context
 from zbus.runtime.executor import Executor
@@ -179,7 +180,7 @@ class _Host:
                 incarnation=config.incarnation,
                 agent=config.agent_id,
                 host=socket.gethostname(),
-                boot_id=boot_id(),
+                pid_space=pid_space(),
                 pid=os.getpid(),
                 pid_start=start_time(os.getpid()) or 0,
                 main=bound["main"],
@@ -382,6 +383,7 @@ class _Host:
                 run_epoch_wall_ns=epoch.run_epoch_wall_ns if epoch else 0,
                 run_epoch_mono_ns=epoch.run_epoch_mono_ns if epoch else 0,
                 clock_boot_id=epoch.clock_boot_id if epoch else "",
+                clock_time_ns=epoch.clock_time_ns if epoch else 0,
             ),
             role=self.config.role,
             rank=self.config.rank,

@@ -18,8 +18,9 @@ from controller.trials import find_trial, open_records, snapshot
 from waiting import wait_until
 from zbus.config import TrialDir, write_atomically
 from zbus.errors import RegistryError, TrialError
+from zbus.registry.identity import pid_space
 from zbus.registry.records import AgentRecord, EpochRecord, ExitRecord, JobRecord, WorkerRecord
-from zbus.runtime.processes import boot_id, start_time
+from zbus.runtime.processes import start_time
 
 SLEEPER = "import sys, time; print('up', flush=True); time.sleep(600)"
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
@@ -51,7 +52,13 @@ def spawn():
 def here(process=None, **more):
     """Return the identity fields of a process of this host."""
     pid = os.getpid() if process is None else process.pid
-    return {"host": socket.gethostname(), "boot_id": boot_id(), "pid": pid, "pid_start": start_time(pid) or 1, **more}
+    return {
+        "host": socket.gethostname(),
+        "pid_space": pid_space(),
+        "pid": pid,
+        "pid_start": start_time(pid) or 1,
+        **more,
+    }
 
 
 def make_trial(root, name="t1", experiment="demo"):
@@ -99,7 +106,7 @@ def test_the_state_of_a_trial_is_judged_by_facts(tmp_path):
     assert snapshot(trial).state == "running"
     records.claim_epoch(EpochRecord(session="bb", **here(pid_start=1)))
     assert snapshot(trial).state == "lost"
-    records.claim_epoch(EpochRecord(session="cc", host="far", boot_id="other", pid=os.getpid()))
+    records.claim_epoch(EpochRecord(session="cc", host="far", pid_space="other", pid=os.getpid()))
     assert snapshot(trial).state == "unknown"
     for status, state in (("ok", "finished"), ("failed", "failed"), ("interrupted", "interrupted")):
         write_atomically(trial.summary, json.dumps({"status": status}))
@@ -189,7 +196,7 @@ def test_stopping_what_does_not_run_is_no_error(tmp_path, console):
     _trial, records = make_trial(tmp_path)
     assert stop_trial(console, str(tmp_path), "t1", grace_s=1) == 0
     assert "demo/t1 is idle" in console.stdout.getvalue()
-    records.claim_epoch(EpochRecord(session="aa", host="far", boot_id="other", pid=os.getpid(), pid_start=1))
+    records.claim_epoch(EpochRecord(session="aa", host="far", pid_space="other", pid=os.getpid(), pid_start=1))
     assert stop_trial(console, str(tmp_path), "t1", grace_s=1) == 0
     assert "controller on far" in console.stderr.getvalue()
 

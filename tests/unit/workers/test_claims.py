@@ -9,9 +9,10 @@ import pytest
 from workers.background import Background
 from workers.claims import Claimant, claim_ranks, claim_start
 from zbus.errors import RankClaimed, RegistryError
+from zbus.registry.identity import pid_space
 from zbus.registry.memory import MemoryRegistry
 from zbus.registry.records import AgentRecord, Lease, Records
-from zbus.runtime.processes import boot_id, start_time
+from zbus.runtime.processes import start_time
 
 
 @pytest.fixture
@@ -23,8 +24,8 @@ def records() -> Records:
 def _agent(records: Records, name: str, *, alive: bool = True, here: bool = True) -> Claimant:
     pid = os.getpid()
     started = (start_time(pid) or 0) + (0 if alive else 1)
-    boot = boot_id() if here else "elsewhere"
-    records.publish_agent(AgentRecord(agent=name, role="actor", host="h", boot_id=boot, pid=pid, pid_start=started))
+    space = pid_space() if here else "elsewhere"
+    records.publish_agent(AgentRecord(agent=name, role="actor", host="h", pid_space=space, pid=pid, pid_start=started))
     return Claimant(name, "actor", "h", pid)
 
 
