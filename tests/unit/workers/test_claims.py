@@ -12,7 +12,9 @@ from zbus.errors import RankClaimed, RegistryError
 from zbus.registry.identity import pid_space
 from zbus.registry.memory import MemoryRegistry
 from zbus.registry.records import AgentRecord, Lease, Records
+from zbus.registry.watch import lease_moves
 from zbus.runtime.processes import start_time
+from zbus.testing import FakeClock
 
 
 @pytest.fixture
@@ -157,3 +159,32 @@ def test_a_repeated_background_job_ends_when_it_says_so() -> None:
     assert over.wait(5)
     assert background.stop(5)
     assert len(calls) == 3
+
+
+def test_a_holder_is_not_judged_by_time_in_which_nobody_looked(records: Records) -> None:
+    """Row 58: both processes were suspended for ten minutes; the holder goes on renewing, and keeps its rank."""
+    claim_start(records, _agent(records, "far", here=False), 0)
+    records.renew_lease(Lease(holder="far", counter=1, ttl_s=5.0))
+    clock = FakeClock()
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock.advance(600.0 if len(slept) == 1 else seconds)
+        if len(slept) == 3:
+            records.renew_lease(Lease(holder="far", counter=2, ttl_s=5.0))
+
+    assert lease_moves(records, "far", clock=clock, sleep=sleep)
+    assert len(slept) == 3
+
+
+def test_a_holder_whose_lease_goes_away_has_left(records: Records) -> None:
+    """No lease, or one that is taken back while it is watched, binds nobody."""
+    assert not lease_moves(records, "nobody")
+    lease = Lease(holder="far", counter=1, ttl_s=5.0)
+    records.renew_lease(lease)
+
+    def take_back(_seconds: float) -> None:
+        assert records.release_lease(lease)
+
+    assert not lease_moves(records, "far", sleep=take_back)
