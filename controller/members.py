@@ -20,7 +20,7 @@ from controller.scheduling.api import AgentExit
 from controller.stacks import Stacks
 from zbus.codec import decode, encode
 from zbus.codec.exceptions import rebuild_exception
-from zbus.discovery.state import Event, LeaseExpired, WorkerExited, WorkerReplaced, WorkerSeen
+from zbus.discovery.state import Event, LeaseExpired, LeaseRenewed, WorkerExited, WorkerReplaced, WorkerSeen
 from zbus.engine import EndpointSpec, Mesh, table_from_wire
 from zbus.errors import EngineLoadError, RegistryError, StartupError, WorkerLost
 from zbus.ids import WorkerName
@@ -78,6 +78,7 @@ class Member:
     since: float = field(default_factory=time.monotonic)
     error: Exception | None = None
     suspect_since: float | None = None
+    lost_from: str = ""
     exited: ExitRecord | None = None
     digest: str = ""
 
@@ -206,6 +207,7 @@ class Members:
             role.late = self._late
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._by_peer: dict[Peer, Member] = {}
+        self._silent: dict[str, tuple[float, float]] = {}  # agents whose lease ran out: how long silent, as of when
         self._changed = threading.Condition()
         self._closing = False
         self._ending = False
@@ -226,6 +228,8 @@ class Members:
             self._inbox.put(lambda: self._exited(event.record))
         elif isinstance(event, LeaseExpired):
             self._inbox.put(lambda: self._lease_expired(event.holder, event.silence_s))
+        elif isinstance(event, LeaseRenewed):
+            self._inbox.put(lambda: self._lease_renewed(event.holder))
 
     def on_agent_exit(self, ended: AgentExit) -> None:
         """Take the end of a role's agent, which its ranks do not outlive."""
@@ -314,6 +318,7 @@ class Members:
             self._by_peer.pop(member.peer, None)
             self._client.disconnect(member.peer)
         member.record, member.exited, member.error, member.suspect_since = record, None, None, None
+        member.lost_from = ""
         member.to(Phase.CONNECTING)
         member.peer = self._client.connect(member.name, record.incarnation, {"main": record.main, "ctl": record.ctl})
         self._by_peer[member.peer] = member
@@ -332,7 +337,9 @@ class Members:
             return
         if state is PeerState.READY:
             member.suspect_since = None
-            if member.phase == Phase.CONNECTING:
+            if member.lost_from:
+                self._returned(member, peer)
+            elif member.phase == Phase.CONNECTING:
                 self._create(member, peer)
         elif state is PeerState.SUSPECT:
             if member.suspect_since is None:
@@ -453,6 +460,10 @@ class Members:
             return
         agent_end = self.roles[member.name.role].agent_end
         patience = _LAST_WORD_S if agent_end else _EXIT_PATIENCE_S
+        silent = self._silent.get(record.agent)
+        if silent is not None and peer.state is PeerState.SUSPECT:  # it ran out while the connection still lived
+            self._lost(member, record, silent[0] + time.monotonic() - silent[1])
+            return
         if (
             record.pid_space == pid_space()
             and time.monotonic() - since > patience
@@ -462,15 +473,39 @@ class Members:
             self._end(member, "worker_exit", f"its process is gone; {words}", self._read_journal(record))
 
     def _lease_expired(self, holder: str, silence_s: float) -> None:
+        self._silent[holder] = (silence_s, time.monotonic())
         for role in self.roles.values():
             for member in role.members:
                 record, peer = member.record, member.peer
                 if record is None or peer is None or record.agent != holder:
                     continue
-                if peer.state in (PeerState.READY, PeerState.DEAD):
-                    continue  # the transport is alive: a disk that cannot be written is no death (R8)
-                words = f"its agent on {record.host} was silent for {silence_s:.1f} s"
-                self._end(member, "lease", words, self._read_journal(record))
+                if peer.state not in (PeerState.READY, PeerState.DEAD):
+                    # Where the transport is alive, a disk that cannot be written is no death (R8).
+                    self._lost(member, record, silence_s)
+
+    def _lease_renewed(self, holder: str) -> None:
+        self._silent.pop(holder, None)
+
+    def _lost(self, member: Member, record: WorkerRecord, silence_s: float) -> None:
+        """Take a rank for dead for its agent's silence alone; it may come back before another takes its place (P9)."""
+        words = f"its agent on {record.host} was silent for {silence_s:.1f} s"
+        journal = self._read_journal(record)
+        if journal is not None or member.peer is None:  # it ran here, and it is gone
+            self._end(member, "lease", words, journal)
+            return
+        phase = member.phase
+        if self._client.lose(member.peer, reason="lease", evidence=words):
+            self._settle_dead(member, "lease", words)
+            member.lost_from = phase
+
+    def _returned(self, member: Member, peer: Peer) -> None:
+        """Go on with a rank that was taken for dead and has answered."""
+        phase, member.lost_from, member.error = member.lost_from, "", None
+        log.warning("%s is back, and nothing has taken its place; %s", member.name, _where(member))
+        if phase == Phase.READY:
+            member.to(Phase.READY)
+        else:  # what it was told then may not have arrived; to create what exists is safe
+            self._create(member, peer)
 
     def _replace(self, member: Member, new: WorkerRecord) -> None:
         """End an incarnation whose end nobody has told yet, because its successor is here."""

@@ -83,8 +83,8 @@ class AgentControl:
             answers=self._server,
             builtins={f"ctl:zbus.{name}": method for name, method in methods.items()},
         )
-        runtime = RuntimeDir.open(Path(epoch.runtime_dir)) if epoch.runtime_dir else None
-        use_ipc = transport == "ipc" and runtime is not None
+        use_ipc = transport == "ipc" and bool(epoch.runtime_dir)
+        runtime = RuntimeDir.open(Path(epoch.runtime_dir)) if use_ipc else None  # the controller's: of its host
         wanted = bind_endpoints("ipc" if use_ipc else "tcp", "agent-ctl", runtime_dir=runtime, host=bind_host)
         self.ctl = [self._server.bind("ctl", endpoint) for endpoint in wanted]
         self._server.start()

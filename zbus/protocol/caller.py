@@ -201,6 +201,34 @@ class CallerLane(LaneAnswers):
         self._waiting.clear()
         return effects
 
+    def give_up(self, reason: str, evidence: str, now: int) -> list[Effect]:
+        """Settle every open call, since the callee has been silent for too long; it may be there yet.
+
+        The lane stays: when the connection is back, what was given up is asked not to begin, and new calls follow it.
+
+        Args:
+            reason: Machine-readable cause.
+            evidence: Who was silent for how long, in words.
+            now: Current monotonic time in nanoseconds.
+        """
+        effects: list[Effect] = []
+        if self.dead is not None:
+            return effects
+        for request in list(self._order):
+            if not request.open_calls:
+                continue
+            if request.attempts == 0:
+                outcome = Outcome(OutcomeKind.NOT_EXECUTED, None, reason, evidence, 0)
+                self._give_up_place(request, outcome, effects)
+            elif request.together == HOLDS:
+                words = f"{evidence}; the call was not started: it had not begun on any rank"
+                outcome = Outcome(OutcomeKind.NOT_EXECUTED, None, reason, words, request.attempts)
+                effects += self.abandon(request.seq, outcome, now)
+            else:
+                words = f"{evidence}; the call was {self._whereabouts(request)}"
+                self._finish_all(request, Outcome(OutcomeKind.UNKNOWN, None, reason, words, request.attempts), effects)
+        return effects
+
     def on_timer(self, now: int) -> list[Effect]:
         """Look at deadlines and silences that are due. Cheap when nothing is."""
         effects: list[Effect] = []

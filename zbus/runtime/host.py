@@ -161,13 +161,12 @@ class _Host:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the controller's to act on
         signal.signal(signal.SIGTERM, self._on_term)
         self._start_tracing()
-        runtime = RuntimeDir.open(Path(config.runtime_dir)) if config.runtime_dir else None
+        use_ipc = config.transport != "tcp"  # the directory is the controller's, and may be on another host
+        runtime = RuntimeDir.open(Path(config.runtime_dir)) if use_ipc and config.runtime_dir else None
         bound: dict[str, list[str]] = {}
         for link in ("main", "ctl"):
             label = f"{link}-{config.rank}"
-            wanted = bind_endpoints(
-                "tcp" if config.transport == "tcp" else "ipc", label, runtime_dir=runtime, host=config.bind_host
-            )
+            wanted = bind_endpoints("ipc" if use_ipc else "tcp", label, runtime_dir=runtime, host=config.bind_host)
             bound[link] = [self.server.bind(link, endpoint) for endpoint in wanted]
         self.server.start()
         self.records.publish_worker(

@@ -246,6 +246,7 @@ class Peer:
         state: See ``PeerState``.
         welcome: What the worker said of itself in its WELCOME (pid, host, …); empty before.
         had_calls: Whether a call was out when the incarnation ended; its outcome tells of the end.
+        lost: Why it is taken for dead although it may come back, and the evidence; None: it is not.
     """
 
     def __init__(self, client: Client, name: WorkerName, incarnation: int) -> None:
@@ -254,6 +255,7 @@ class Peer:
         self.welcome: dict[str, Any] = {}
         self.state = PeerState.CONNECTING
         self.had_calls = False
+        self.lost: tuple[str, str] | None = None
         self._client = client
         self.links: dict[str, _Link] = {}
         self.lanes: dict[str, _Lane] = {}
@@ -261,17 +263,25 @@ class Peer:
     @property
     def evidence(self) -> str:
         """Why the peer is not READY, in words."""
+        if self.lost is not None:
+            return self.lost[1]
         return "; ".join(dict.fromkeys(link.machine.evidence for link in self.links.values() if link.machine.evidence))
 
     @property
     def reason(self) -> str:
         """Machine-readable cause of DEAD, or empty."""
+        if self.lost is not None:
+            return self.lost[0]
         return next((link.machine.reason for link in self.links.values() if link.machine.reason), "")
 
     def refresh(self) -> None:
         """Recompute ``state`` from the links and tell the client's listener of a change. Under the lock."""
         states = [_STATE_OF[link.machine.state] for link in self.links.values()]
         state = max(states, key=_RANK.__getitem__)
+        if state is _READY or state is PeerState.DEAD:
+            self.lost = None
+        elif self.lost is not None:
+            state = PeerState.DEAD
         if state is not self.state:
             self.state = state
             self._client.on_state(self, state)
@@ -383,6 +393,31 @@ class Client:
         """
         with gate, self.reactor.lock:
             self._settle(peer, reason, evidence, journal)
+
+    def lose(self, peer: Peer, *, reason: str, evidence: str) -> bool:
+        """Take an incarnation for dead because of its silence alone. Every unfinished call gets its outcome.
+
+        It is READY again if it answers before it is declared dead: nothing has taken its place.
+
+        Args:
+            peer: Which.
+            reason: Machine-readable cause.
+            evidence: Who was silent for how long, in words.
+
+        Returns:
+            False where nothing was done: it answers, or is dead already.
+        """
+        with gate, self.reactor.lock:
+            if peer.state in {PeerState.READY, PeerState.DEAD}:
+                return False
+            now = self.clock.monotonic_ns()
+            for link in peer.links.values():
+                for lane in link.lanes.values():
+                    peer.had_calls = peer.had_calls or (bool(lane.sinks) and lane.machine.lane != "ctl")
+                    self.execute(lane, lane.machine.give_up(reason, evidence, now))
+            peer.lost = (reason, evidence)
+            peer.refresh()
+            return True
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -604,7 +639,7 @@ class Client:
         if lane is None:
             machine = CallerLane(self.session, self.epoch, peer.incarnation, name, timing=self._timing)
             lane = link.lanes[name] = peer.lanes[name] = _Lane(machine, link)
-            if peer.state is PeerState.DEAD:
+            if link.machine.state is LinkState.DEAD:
                 machine.on_dead(peer.reason, peer.evidence)
             elif link.machine.state is LinkState.READY:
                 machine.on_connected(0, self.clock.monotonic_ns())

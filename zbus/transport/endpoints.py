@@ -260,7 +260,8 @@ def _require_private(path: Path) -> None:
         status = path.lstat()
     except OSError as error:
         msg = f"cannot use the runtime directory {str(path)!r}: {error.strerror}"
-        raise ConfigError(msg) from error
+        hint = "on another host than the controller's, start with `zbus-worker start --transport tcp --bind ADDRESS`"
+        raise ConfigError(msg, hint=hint if error.errno == errno.ENOENT else None) from error
     if stat.S_ISLNK(status.st_mode) or not stat.S_ISDIR(status.st_mode):
         msg = f"the runtime directory {str(path)!r} is a link or not a directory"
         raise ConfigError(msg, hint=f"remove {path}")

@@ -400,6 +400,28 @@ def test_the_end_of_the_callee_settles_every_call_by_what_is_known():
     assert lane.next_seq == 5
 
 
+def test_a_callee_given_up_for_its_silence_has_every_call_settled_and_may_come_back():
+    """UNKNOWN if it was sent, NOT_EXECUTED if not; back, what it has is asked not to begin, the rest skipped."""
+    lane = caller(window_calls=2)
+    place(lane)
+    place(lane)
+    place(lane)
+    hear(lane, Kind.PROGRESS, 0, Status.RUNNING)
+    lane.on_disconnected()
+    told = lane.give_up("lease", "its agent was silent for 5.0 s", 10 * MS)
+    assert words(told) == ["finish 0 UNKNOWN lease", "finish 1 UNKNOWN lease", "finish 2 NOT_EXECUTED lease"]
+    assert told[0].outcome.evidence == "its agent was silent for 5.0 s; the call was running"
+    assert lane.give_up("lease", "still", 11 * MS) == []
+    lane.validate()
+    assert words(lane.on_connected(1, 20 * MS)) == ["CANCEL 0", "SKIP 1"]
+    assert place(lane, now=21 * MS) == (3, [])
+    assert hear(lane, Kind.RESULT, 0, body=BODY, now=22 * MS) == ["SKIP 2"]
+    assert hear(lane, Kind.FAILURE, 1, Status.CANCELLED, now=23 * MS) == ["REQ 3"]
+    assert hear(lane, Kind.FAILURE, 2, Status.CANCELLED, now=24 * MS) == []
+    assert hear(lane, Kind.RESULT, 3, body=BODY, now=25 * MS) == ["finish 3 OK"]
+    assert lane.outstanding == 0
+
+
 def test_a_dead_lane_refuses_and_hears_nothing():
     """A new call is NOT_EXECUTED at once; what the dead still says is ignored."""
     lane = caller()

@@ -12,6 +12,7 @@ import pytest
 
 from waiting import scaled, wait_until
 from zbus.codec import decode, encode
+from zbus.errors import Unavailable
 from zbus.ids import WorkerName, new_session
 from zbus.protocol.messages import Execute, Kind, Outcome, OutcomeKind, Status
 from zbus.testing.proxy import FaultProxy
@@ -40,13 +41,15 @@ def client(factory: SocketFactory) -> Iterator[Client]:
 
 
 @contextlib.contextmanager
-def worker(factory: SocketFactory, endpoint: str, incarnation: int = 1) -> Iterator[str]:
-    """Serve an echo at an endpoint."""
+def worker(factory: SocketFactory, endpoint: str, ran: list[int] | None = None) -> Iterator[str]:
+    """Serve an echo at an endpoint; ``ran`` grows with each call."""
 
     def run(request: Execute) -> None:
+        if ran is not None:
+            ran.append(request.seq)
         server.finish(request, 0, Kind.RESULT, Status.OK, [bytes(buffer) for buffer in request.buffers])
 
-    server = Server(name=NAME, incarnation=incarnation, factory=factory, lanes={"main": 1, "ctl": 1}, dispatch=run)
+    server = Server(name=NAME, incarnation=1, factory=factory, lanes={"main": 1, "ctl": 1}, dispatch=run)
     bound = server.bind("main", endpoint)
     server.start()
     thread = threading.Thread(target=server.run, args=(run,))
@@ -173,3 +176,30 @@ def test_a_peer_declared_dead_is_not_dialled_and_not_asked(factory, client):
         client.wait(lambda: False, 0.5)
         assert peer.state is PeerState.DEAD
         assert client.statistics().get("redials", 0) == redials
+
+
+def test_a_peer_lost_for_its_silence_is_ready_again_when_it_answers(factory, client):
+    """P9: its calls are settled and it refuses new ones; back again, it serves, and what was given up does not run."""
+    ran = []
+    with FaultProxy() as proxy, worker(factory, "tcp://127.0.0.1:0", ran=ran) as endpoint:
+        peer = client.connect(NAME, 1, {"main": [proxy.front(endpoint, worker="actor/0")]})
+        assert client.wait(lambda: peer.state is PeerState.READY, scaled(10))
+        assert not client.lose(peer, reason="lease", evidence="silent"), "it answers"
+        assert answered(client, peer)
+        proxy.freeze(direction="request")
+        told: list[Outcome] = []
+        for _ in range(3):
+            client.place([peer], "main", [encode(0)], 1, deadline_s=None, sink=lambda *one: told.append(one[2]))
+        proxy.refuse()
+        assert client.wait(lambda: peer.state is PeerState.SUSPECT, scaled(10))
+        assert client.lose(peer, reason="lease", evidence="silent for 5 s")
+        assert [(one.kind.value, one.reason) for one in told] == [("UNKNOWN", "lease")] * 3
+        assert (peer.state, peer.reason, peer.evidence) == (PeerState.DEAD, "lease", "silent for 5 s")
+        with pytest.raises(Unavailable, match="actor/0 is dead"):
+            client.place([peer], "main", [encode(0)], 1, deadline_s=None, sink=lambda *_: None)
+        proxy.heal()
+        assert client.wait(lambda: peer.state is PeerState.READY, scaled(10))
+        assert (peer.reason, peer.evidence) == ("", "")
+        assert answered(client, peer)
+        assert len(ran) == 2
+        client.disconnect(peer)

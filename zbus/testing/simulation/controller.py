@@ -160,7 +160,7 @@ class SimLink:
 class SimPeer:
     """One incarnation of one worker as one controller sees it."""
 
-    __slots__ = ("controller", "incarnation", "links", "slot", "state", "worker")
+    __slots__ = ("controller", "incarnation", "links", "lost", "slot", "state", "worker")
 
     def __init__(self, controller: SimController, worker: SimWorker) -> None:
         self.controller = controller
@@ -168,11 +168,16 @@ class SimPeer:
         self.slot = worker.slot
         self.incarnation = worker.incarnation
         self.state = LinkState.CONNECTING
+        self.lost = False
         self.links: dict[str, SimLink] = {}
 
     def refresh(self) -> None:
         """Recompute the state from the links."""
         state = max((link.machine.state for link in self.links.values()), key=_RANK.__getitem__)
+        if state is LinkState.READY or state is LinkState.DEAD:
+            self.lost = False
+        elif self.lost:
+            state = LinkState.DEAD
         if state is not self.state:
             self.controller.world.covered["peer", self.state.value, state.value] += 1
             self.state = state
@@ -292,13 +297,39 @@ class SimController:
             return
         for peer in self.peers:
             if peer.incarnation == incarnation:
-                evidence = "its exit record" if reason == "worker_exit" else "its lease ran out"
-                self.declare_dead(peer, reason, evidence, journal)
+                self.declare_dead(peer, reason, "its exit record", journal)
+
+    def observe_silence(self, incarnation: int) -> bool:
+        """Learn from the registry that a lease ran out; whether that is done with."""
+        if not self.alive:
+            return True
+        open_peers = 0
+        for peer in self.peers:
+            if peer.incarnation == incarnation and peer.state is not LinkState.DEAD:
+                if peer.state is LinkState.READY or self.paused_until > self.world.now:
+                    open_peers += 1  # while the connection lives, a lease is not asked
+                else:
+                    self.lose(peer, "lease", "its lease ran out")
+        return not open_peers
+
+    def lose(self, peer: SimPeer, reason: str, evidence: str) -> None:
+        """Take a peer for dead for its silence, as the client does."""
+        if peer.state is LinkState.DEAD:
+            return
+        self.world.covered["lost"] += 1
+        for link in peer.links.values():
+            for lane in link.lanes.values():
+                self.run(lane, lane.machine.give_up(reason, evidence, self.world.now))
+        peer.lost = True
+        peer.refresh()
 
     def discover(self, worker: SimWorker) -> None:
         """Learn of a new incarnation from the registry."""
         if self._ready_to_act(self.discover, worker):
             self.world.covered["discovered"] += 1
+            for peer in self.peers:
+                if peer.slot == worker.slot and peer.incarnation < worker.incarnation:
+                    self.declare_dead(peer, "fenced", "a later start has replaced it")
             self.connect(worker)
 
     def run(self, lane: SimLane, effects: list[Effect]) -> None:

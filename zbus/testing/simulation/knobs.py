@@ -34,7 +34,7 @@ class Knobs:
         crashes: Workers killed at a random time.
         crash_effects: Workers killed after a random effect.
         partitions: Workers cut off, in one or both directions.
-        leases: Of these, how many last until the lease runs out and a replacement starts.
+        leases: Of these, how many last until the lease runs out.
         pauses: Processes stopped for a while.
         takeovers: Controllers replaced by one with a higher epoch.
         zombie: Share of replaced controllers that go on talking instead of dying.
@@ -60,6 +60,7 @@ class Knobs:
         together: Share of requests to several workers that start together.
         crash_sends: Controllers that die between two of their messages.
         cooperative: Running calls end when they are cancelled.
+        unreplaced: Share of leases that run out and no replacement starts; else one does.
         garbled: Share of lost connections, and of handshakes by half, after which the transport does not try again.
     """
 
@@ -103,6 +104,7 @@ class Knobs:
     crash_sends: int
     cooperative: bool
     garbled: float
+    unreplaced: float
 
     @property
     def faultless(self) -> bool:
@@ -191,4 +193,5 @@ def draw(rng: Random, later: Random, latest: Random, size: str = "small") -> Kno
         crash_sends=int(not calm and more() < 0.05),
         cooperative=more() < 0.12,
         garbled=newest() if not calm and newest() < 0.12 else 0.0,
+        unreplaced=newest() if newest() < 0.4 else 0.0,
     )

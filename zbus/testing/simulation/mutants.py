@@ -584,3 +584,16 @@ def a_lost_connection_is_left_to_the_transport(patch: Patch) -> None:
     def link_down(original, self, now, why):
         original(self, now, why)
         self.redial_due = 1 << 62
+
+
+@mutant("I5", "I6", "I2", "I4", "validate")
+def given_up_calls_are_sent_later(patch: Patch) -> None:
+    """What was settled while the callee was silent goes out when it is back."""
+
+    @wrap(patch, CallerLane, "give_up")
+    def give_up(original, self, reason, evidence, now):
+        kept = {request.seq: request.buffers for request in self._order}
+        effects = original(self, reason, evidence, now)
+        for request in self._order:
+            request.skip, request.buffers = False, kept[request.seq]
+        return effects

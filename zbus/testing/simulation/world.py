@@ -450,8 +450,17 @@ class World:
         if lease and self._slots[worker.slot] is worker:
             self.covered["fault", "lease"] += 1
             for controller in self.controllers:
-                self.after(int(self.random() * 120 * MS), controller.observe_end, worker.incarnation, "lease")
-            self.after(int(self.random() * 200 * MS), self._replace_once, worker)
+                self.after(int(self.random() * 120 * MS), self._lapse, controller, worker, until)
+            replaced_in = int(self.random() * 200 * MS)
+            if self.knobs.unreplaced and self.latest() < self.knobs.unreplaced:
+                self.covered["fault", "lease, not replaced"] += 1
+            else:
+                self.after(replaced_in, self._replace_once, worker)
+
+    def _lapse(self, controller: SimController, worker: SimWorker, until: int) -> None:
+        """Tell a controller that a lease ran out, until it is renewed or the connection is lost too."""
+        if self.now < until and not controller.observe_silence(worker.incarnation):
+            self.after(15 * MS, self._lapse, controller, worker, until)
 
     def _replace_once(self, worker: SimWorker) -> None:
         if self._slots[worker.slot] is worker:
