@@ -155,6 +155,8 @@ class Placement:
         self._placed = None
         everyone = order.roster.peers()
         order.peers = [everyone[rank] for rank in order.ranks]
+        if self._tracer is not None:  # before: a request may have arrived by the time that ``place`` returns
+            self._sent_ns = time.monotonic_ns()
         self._placed = order.placer.place(
             order.peers,
             order.lane,
@@ -172,7 +174,6 @@ class Placement:
             if self.slots.settled():  # before it was told that it began
                 self._late.ended(self)
         if self._tracer is not None:
-            self._sent_ns = time.monotonic_ns()
             with self._lock:
                 early, self._untraced = self._untraced, []
             for one in early:

@@ -1,17 +1,37 @@
 """One clock for all files: how many nanoseconds to add to the times of each.
 
 Pure. Files whose processes shared a boot id and a time namespace share CLOCK_MONOTONIC, so their shift is exact.
-Others are matched by the offsets that the run measured (``zbus_clock`` lines), with their bound; without any, by their
-wall-clock anchors, whose error nobody has measured: said as a doubt, never hidden.
+Between other clocks there are links: offsets that the run measured (``zbus_clock`` lines), and what requests and
+replies say (``traceview.envelope``). Every clock is brought to the controller's along the links with the least error;
+the errors add up. What no link reaches is matched by its wall-clock anchor, whose error nobody has measured: said as a
+doubt, never hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+from bisect import bisect_right
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-__all__ = ["MAX_US", "Anchor", "ClockPoint", "Shift", "align", "anchor_of", "clock_point"]
+import numpy as np
+from numpy.typing import NDArray
+
+from traceview.clockline import ClockLine, line_through
+
+__all__ = [
+    "MAX_US",
+    "Anchor",
+    "ClockPoint",
+    "Link",
+    "Shift",
+    "align",
+    "anchor_of",
+    "clock_of",
+    "clock_point",
+    "measured",
+]
 
 MAX_US: Final = 4e15
 """Times beyond this many µs (126 years) mean nothing; in ns, sums of two still fit into 64 bits."""
@@ -20,8 +40,7 @@ _EPOCH_US: Final = 1e14
 """Times beyond this many µs (year 1973) count from the Unix epoch, as torch's profiler writes them."""
 
 
-_MAX_SLOPE: Final = 5e-4
-"""No quartz drifts by more than this; a steeper line beyond the measured points is measurement error."""
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -71,9 +90,11 @@ class Shift:
 
     Attributes:
         add_ns: Add this.
-        how: ``reference``, ``shared``, ``measured``, ``wall``, ``start`` or ``none``.
-        bound_ns: The error at most; None: unknown.
+        how: ``reference``, ``shared``, ``measured``, ``rpc``, ``wall``, ``start`` or ``none``.
+        bound_ns: The error at most, at the points; None: unknown. ``worst_us`` tells it for all times.
         at_ns, offset_ns: Add the offset too, in a straight line between these times (before any shift).
+        bounds_ns: The error at each of these times.
+        apart_ns: By how much two ways to match this clock contradict each other, errors included; 0: they do not.
     """
 
     add_ns: int
@@ -81,23 +102,48 @@ class Shift:
     bound_ns: int | None = None
     at_ns: tuple[int, ...] = ()
     offset_ns: tuple[int, ...] = ()
+    bounds_ns: tuple[int, ...] = ()
+    apart_ns: int = 0
 
     def moved(self, ns: int) -> int:
         """Return a time of the file on the run's clock."""
-        return ns + self.add_ns + round(self._offset(ns))
-
-    def _offset(self, ns: int) -> float:
         at, offset = self.at_ns, self.offset_ns
         if not at:
-            return 0.0
-        if len(at) == 1:
-            return float(offset[0])
-        right = next((i for i, t in enumerate(at) if t >= ns), len(at) - 1) or 1
-        span = at[right] - at[right - 1]
-        slope = (offset[right] - offset[right - 1]) / span if span else 0.0
-        if not at[0] <= ns <= at[-1]:
-            slope = max(-_MAX_SLOPE, min(_MAX_SLOPE, slope))
-        return offset[right] + slope * (ns - at[right]) if ns > at[0] else offset[0] + slope * (ns - at[0])
+            return ns + self.add_ns
+        right = min(max(bisect_right(at, ns), 1), len(at) - 1)
+        left = right - 1
+        slope = (offset[right] - offset[left]) / (at[right] - at[left])
+        return ns + self.add_ns + offset[left] + round(slope * (min(max(ns, at[0]), at[-1]) - at[left]))
+
+    def move(self, ns: Ints) -> Ints:
+        """Return many times of the file on the run's clock."""
+        found: Ints = ns + self.add_ns
+        return found + self._line().offset(ns) if self.at_ns else found
+
+    def worst_us(self, first_ns: int, last_ns: int) -> float | None:
+        """Return the error at most, in µs, between two times of the run as this shift made them; None: unknown."""
+        if self.bound_ns is None:
+            return None
+        if not self.at_ns or first_ns > last_ns:
+            return self.bound_ns / 1000
+        line = self._line()
+        there = np.array([first_ns, last_ns], dtype=np.int64) - self.add_ns
+        back = there - line.offset(there - self.offset_ns[len(self.offset_ns) // 2])
+        return line.worst(int(back[0]), int(back[1])) / 1000
+
+    def _line(self) -> ClockLine:
+        at, offset, bounds = (np.array(c, dtype=np.int64) for c in (self.at_ns, self.offset_ns, self.bounds_ns))
+        return ClockLine(at, offset, bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How one clock compares to another: ``line`` leads from ``clock`` to ``ref``."""
+
+    clock: Hashable
+    ref: Hashable
+    line: ClockLine
+    how: str
 
 
 def anchor_of(meta: Mapping[str, Any], ts_us: float | None) -> Anchor | None:
@@ -127,32 +173,145 @@ def clock_point(args: Mapping[str, Any], ts_us: float | None) -> ClockPoint | No
         return None
 
 
-def align(anchors: Sequence[Anchor]) -> list[Shift]:
+def clock_of(anchor: Anchor, number: int) -> Hashable:
+    """Return the clock of file ``number``; one that nobody knows belongs to that file alone."""
+    return anchor.clock if anchor.clock is not None else number
+
+
+def measured(anchors: Sequence[Anchor]) -> list[Link]:
+    """Return the links that the run measured."""
+    reference = _reference(anchors)
+    points: dict[tuple[Hashable, Hashable], list[ClockPoint]] = {}
+    for anchor in anchors:
+        for point in anchor.points:
+            ref = point.ref if point.ref[0] else (reference.clock if reference is not None else None)
+            if anchor.clock is not None and ref not in (None, anchor.clock):
+                points.setdefault((anchor.clock, ref), []).append(point)
+    return [
+        Link(clock, ref, line_through([(p.at_ns, p.offset_ns, p.bound_ns) for p in own]), "measured")
+        for (clock, ref), own in points.items()
+    ]
+
+
+def align(anchors: Sequence[Anchor], links: Sequence[Link] | None = None) -> list[Shift]:
     """Return the shift of each file, in order; the controller's clock, else the first known one, is the reference.
+
+    Args:
+        anchors: What the files say of their clocks.
+        links: How their clocks compare; None: as measured by the run.
 
     The earliest known time is never moved below 0.
     """
-    known = [a for a in anchors if a.clock is not None]
-    reference = next((a for a in known if a.role == "controller"), known[0] if known else None)
+    links = measured(anchors) if links is None else links
+    reference = _reference(anchors)
     absolute = [a.first_ns for a in anchors if a.is_absolute()]
-    zero_wall = reference.epoch_wall_ns if reference is not None else min(absolute, default=0)
-    shifts = [_shift(anchor, reference, zero_wall) for anchor in anchors]
+    if reference is None and links:
+        reference = next((a for a in anchors if a.role == "controller"), anchors[0])
+    known_wall = reference is not None and reference.clock is not None
+    zero_wall = reference.epoch_wall_ns if reference is not None and known_wall else min(absolute, default=0)
+    clocks = [clock_of(anchor, number) for number, anchor in enumerate(anchors)]
+    order = sorted(range(len(anchors)), key=lambda n: (anchors[n] is not reference, anchors[n].role != "controller", n))
+    shifts = [Shift(0, "none")] * len(anchors)
+    todo = dict.fromkeys(order)
+    while todo:  # clocks that are linked with one another, around the first of them
+        first = next(iter(todo))
+        base = _unlinked(anchors[first], reference, zero_wall, alone=not links)
+        routes = _routes(clocks[first], links)
+        for number in [n for n in todo if clocks[n] in routes]:
+            del todo[number]
+            shifts[number] = _linked(anchors[number], anchors[first], base, routes[clocks[number]])
+        shifts[first] = base
     lowest = min((s.moved(a.first_ns) for a, s in zip(anchors, shifts, strict=True)), default=0)
     return [replace(s, add_ns=s.add_ns - min(0, lowest)) for s in shifts]
 
 
-def _shift(anchor: Anchor, reference: Anchor | None, zero_wall: int) -> Shift:
-    if anchor.clock is None or reference is None:
-        if anchor.is_absolute():
-            return Shift(-zero_wall, "wall")
-        return Shift(0, "none")
-    if anchor is reference:
+def _reference(anchors: Sequence[Anchor]) -> Anchor | None:
+    known = [a for a in anchors if a.clock is not None]
+    return next((a for a in known if a.role == "controller"), known[0] if known else None)
+
+
+def _unlinked(anchor: Anchor, reference: Anchor | None, zero_wall: int, *, alone: bool) -> Shift:
+    """Return the shift of the reference, or of a clock that no link leads to."""
+    if anchor is reference and not (alone and anchor.clock is None):
         return Shift(0, "reference", 0)
-    add = anchor.epoch_mono_ns - reference.epoch_mono_ns
-    if anchor.clock == reference.clock:
-        return Shift(add, "shared", 0)
-    points = sorted(p for p in anchor.points if p.ref in (reference.clock, ("", 0)))
-    if points:
-        at = tuple(p.at_ns - anchor.epoch_mono_ns for p in points)
-        return Shift(add, "measured", max(p.bound_ns for p in points), at, tuple(p.offset_ns for p in points))
+    if anchor.clock is None or reference is None or reference.clock is None:
+        return Shift(-zero_wall, "wall") if anchor.is_absolute() else Shift(0, "none")
     return Shift(anchor.epoch_wall_ns - reference.epoch_wall_ns, "wall")
+
+
+def _linked(anchor: Anchor, first: Anchor, base: Shift, route: _Route) -> Shift:
+    """Return the shift of a clock that is linked with that of ``first``, which is moved by ``base``."""
+    add = base.add_ns + anchor.epoch_mono_ns - first.epoch_mono_ns
+    sure = base.how == "reference"
+    if route.line is None:
+        return Shift(add, "shared" if sure else base.how, base.bound_ns)
+    line = route.line
+    at, offset, bounds = (tuple(c.tolist()) for c in (line.at_ns - anchor.epoch_mono_ns, line.offset_ns, line.bound_ns))
+    how, bound = (route.how, max(bounds[1:-1])) if sure else (base.how, None)
+    return Shift(add, how, bound, at, offset, bounds, route.apart_ns)
+
+
+# -- ways between clocks -------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Route:
+    """From a clock to the reference: None as its line is the reference itself."""
+
+    line: ClockLine | None
+    how: str = "shared"
+    apart_ns: int = 0
+
+
+def _routes(root: Hashable, links: Sequence[Link]) -> dict[Hashable, _Route]:
+    """Return the way of each clock to ``root`` that has the least error; those without one are not in it."""
+    ways: dict[Hashable, list[tuple[Hashable, ClockLine, str, int]]] = {}
+    for number, link in enumerate(links):
+        ways.setdefault(link.ref, []).append((link.clock, link.line, link.how, number))
+        ways.setdefault(link.clock, []).append((link.ref, link.line.inverse(), link.how, number))
+    routes: dict[Hashable, _Route] = {}
+    used: set[int] = set()
+    queue: list[tuple[int, int, Hashable, _Route, int]] = [(0, 0, root, _Route(None), -1)]
+    count = 0
+    while queue:
+        _, _, clock, route, through = heapq.heappop(queue)
+        if clock in routes:
+            continue
+        routes[clock] = route
+        used.add(through)
+        for other, line, how, number in ways.get(clock, []):
+            if other in routes:
+                continue
+            whole = line if route.line is None else line.then(route.line)
+            named = how if route.line is None or route.how == how else "rpc"
+            count += 1
+            heapq.heappush(queue, (_error(whole), count, other, _Route(whole, named), number))
+    _compare([link for number, link in enumerate(links) if number not in used], routes)
+    return routes
+
+
+def _error(line: ClockLine) -> int:
+    """Return the usual error of a line at its points."""
+    return int(np.median(line.bound_ns[1:-1]))
+
+
+def _compare(others: Sequence[Link], routes: dict[Hashable, _Route]) -> None:
+    """Look whether the links that were not taken agree with the ways; what they contradict has a wider bound."""
+    for link in others:
+        one, two = routes.get(link.clock), routes.get(link.ref)
+        if one is None or two is None:
+            continue
+        inner = slice(1, -1)
+        at, sure = link.line.at_ns[inner], link.line.sure(link.line.at_ns[inner])
+        here, error = (one.line.offset(at), one.line.bound(at)) if one.line is not None else (at * 0, at * 0)
+        there = at + link.line.offset_ns[inner]
+        sure &= one.line.sure(at) if one.line is not None else True
+        if two.line is not None:
+            sure &= two.line.sure(there)
+            there, error = there + two.line.offset(there), error + two.line.bound(there)
+        apart, bound = np.abs(there - at - here), link.line.bound_ns[inner]
+        if (apart > error + bound)[sure].any():
+            most = int((apart + bound)[sure].max())
+            for route in (one, two):
+                if route.line is not None:
+                    route.line, route.apart_ns = route.line.wider(most), max(route.apart_ns, most)

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from traceview.align import MAX_US, Anchor, ClockPoint, Shift, align, anchor_of, clock_point
+from traceview.align import (
+    MAX_US,
+    Anchor,
+    ClockPoint,
+    Link,
+    Shift,
+    align,
+    anchor_of,
+    clock_of,
+    clock_point,
+    measured,
+)
+from traceview.envelope import Limits, fit
 from traceview.event import Event, args_of, decode_event
+from traceview.pairs import Pairs, read_pairs
 from traceview.problems import InputError, Problems
 from traceview.reader import Source, read_events
 
-__all__ = ["Choice", "choose", "read_heads"]
+__all__ = ["Choice", "choose", "match_clocks", "read_heads"]
 
 _HEAD_EVENTS: Final = 1000
 _CLOCK_MARK: Final = b'"zbus_clock"'
@@ -22,6 +37,8 @@ _BLOCK: Final = 4 << 20
 
 
 _UNMOVED: Final = Shift(0, "none")
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -65,7 +82,8 @@ def choose(
         roles: Only these; empty: all.
         ranks: Only these; empty: all.
         all_runs: Keep files of older runs.
-        clocks: ``clock`` (measured offsets, else wall), ``wall``, ``start`` (each first event at 0) or ``none``.
+        clocks: ``clock`` (measured offsets and calls, else wall), ``rpc`` (calls alone, else wall), ``wall``,
+            ``start`` (each first event at 0) or ``none``.
 
     Raises:
         InputError: Nothing is left.
@@ -76,8 +94,7 @@ def choose(
     if not heads:
         msg = "no trace file is left of the newest run"
         raise InputError(msg)
-    for head, shift in zip(heads, _shifts(heads, clocks), strict=True):
-        head.shift = shift
+    match_clocks(heads, problems, clocks)
     _near_roles(heads, problems)
     kept = [h for h in heads if (not roles or h.role in roles) and (not ranks or h.rank in ranks)]
     if not kept:
@@ -88,33 +105,101 @@ def choose(
     return kept
 
 
+def match_clocks(heads: Sequence[Choice], problems: Problems, clocks: str = "clock") -> None:
+    """Set the shift of each file.
+
+    Args:
+        heads: As ``read_heads`` returns them.
+        problems: Told of clock doubts.
+        clocks: As of ``choose``.
+    """
+    anchors = [head.anchor for head in heads]
+    pairs = _pairs(heads)
+    if clocks == "none":
+        shifts = [Shift(0, "none") for _ in heads]
+    elif clocks == "start":
+        shifts = [Shift(-anchor.first_ns, "start") for anchor in anchors]
+    elif clocks == "wall":
+        shifts = align([anchor.by_wall() for anchor in anchors], [])
+    else:
+        if clocks == "clock" and len({clock_of(a, n) for n, a in enumerate(anchors)}) > 1:
+            for head in heads:
+                if head.anchor.clock is not None:
+                    head.anchor.points.extend(_points(head.source))
+        links = [*measured(anchors), *_links(anchors, pairs)] if clocks == "clock" else _links(anchors, pairs)
+        _tell_steps(heads, links, problems)
+        shifts = align(anchors, links)
+    for head, shift in zip(heads, shifts, strict=True):
+        head.shift = shift
+    _tell_backwards(heads, pairs, problems)
+
+
+def _pairs(heads: Sequence[Choice]) -> Pairs | None:
+    """Return the calls that were seen from two clocks; None: all files have one clock."""
+    if len({clock_of(head.anchor, number) for number, head in enumerate(heads)}) < 2:
+        return None
+    pairs = read_pairs([head.source for head in heads], [head.base_us for head in heads])
+    return pairs if len(pairs) else None
+
+
+def _links(anchors: Sequence[Anchor], pairs: Pairs | None) -> list[Link]:
+    """Return what requests and replies say of each two clocks."""
+    found: dict[tuple[Hashable, Hashable], list[Limits]] = {}
+    for caller, worker in pairs.links() if pairs is not None else []:
+        one, two = clock_of(anchors[caller], caller), clock_of(anchors[worker], worker)
+        if pairs is None or one == two:
+            continue
+        there, here = pairs.limits(caller, worker, anchors[caller].epoch_mono_ns, anchors[worker].epoch_mono_ns)
+        if (one, two) in found:  # calls that go the other way say the same of the two
+            found[one, two].append(here)
+        else:
+            found.setdefault((two, one), []).append(there)
+    lines = ((clock, ref, fit(Limits.all_of(own))) for (clock, ref), own in found.items())
+    return [Link(clock, ref, line, "rpc") for clock, ref, line in lines if line is not None]
+
+
+def _tell_steps(heads: Sequence[Choice], links: Sequence[Link], problems: Problems) -> None:
+    labels = {clock_of(head.anchor, number): head.source.label for number, head in reversed(list(enumerate(heads)))}
+    for link in links:
+        for step in link.line.steps:
+            label, other = labels.get(link.clock, "a clock"), labels.get(link.ref, "another")
+            text = f"the clocks of {label} and {other} parted by {step.by_ns / 1e9:+.6f} s at once: one host slept, or"
+            unsure = (step.before_ns - step.after_ns) / 1e9
+            text += f" its clock was set; times within {unsure:.3f} s of it are uncertain"
+            problems.add("ZT0112", "clock_step", text)
+
+
+def _tell_backwards(heads: Sequence[Choice], pairs: Pairs | None, problems: Problems) -> None:
+    """Tell of calls that seem to arrive before they are sent: a matched clock cannot show that."""
+    if pairs is None:
+        return
+    moved = [_mover(head) for head in heads]
+    for (caller, worker), (count, most) in pairs.backwards(moved).items():
+        one, two = heads[caller].source.label, heads[worker].source.label
+        text = f"{count} calls from {one} to {two} go backwards in time, by up to {most / 1000:.1f} µs"
+        problems.add("ZT0112", "causality_violations", text, count)
+
+
+def _mover(head: Choice) -> Callable[[Ints], Ints]:
+    base = head.base_us * 1000
+    return lambda ns: head.shift.move(ns + base)
+
+
 def _doubt(head: Choice, problems: Problems, *, alone: bool) -> None:
     how, label = head.shift.how, head.source.label
-    if how == "wall" and not alone:
+    if head.shift.at_ns and how in ("wall", "none"):
+        text = f"{label} is matched with the processes it exchanged calls with, but not with the controller"
+        problems.add("ZT0112", "clock_of_a_group", text)
+    elif how == "wall" and not alone:
         text = f"{label} is matched by wall clock: its error was not measured"
         problems.add("ZT0112", "clock_by_wall", text)
     elif how == "none" and not alone:
         text = f"{label} says nothing about its clock: its times are taken as they are"
         problems.add("ZT0112", "clock_unknown", text)
-
-
-def _shifts(heads: list[Choice], clocks: str) -> list[Shift]:
-    if clocks == "none":
-        return [Shift(0, "none") for _ in heads]
-    if clocks == "start":
-        return [Shift(-head.anchor.first_ns, "start") for head in heads]
-    anchors = [head.anchor for head in heads]
-    if clocks == "wall":
-        anchors = [a.by_wall() for a in anchors]
-    else:
-        reference = next((h for h in heads if h.anchor.clock is not None and h.anchor.role == "controller"), None)
-        known = [h for h in heads if h.anchor.clock is not None]
-        reference = reference or (known[0] if known else None)
-        if reference is not None:
-            for head in known:
-                if head.anchor.clock != reference.anchor.clock:
-                    head.anchor.points.extend(_points(head.source))
-    return align(anchors)
+    if head.shift.apart_ns:
+        wrong = f"it may be wrong by {head.shift.apart_ns / 1000:.0f} µs"
+        text = f"{label}: two ways to match its clock contradict each other; {wrong}"
+        problems.add("ZT0112", "clock_contradiction", text)
 
 
 def read_heads(sources: list[Source]) -> list[Choice]:
@@ -138,7 +223,7 @@ def _head(source: Source) -> Choice:
             first = ts
         if number >= _HEAD_EVENTS and not Anchor(round((first or 0.0) * 1000)).is_absolute():
             break  # of epoch times all are looked at: the earliest becomes 0, wherever it stands
-    anchor = Anchor(round((first or 0.0) * 1000))
+    anchor = Anchor(round((first or 0.0) * 1000), source.role or "")
     base = int(first) if first is not None and anchor.is_absolute() else 0
     return Choice(source, anchor, source.role, source.rank, "", 0, base_us=base)
 

@@ -47,10 +47,10 @@ _MAX_BAD = 5
 @click.option("--min-dur", metavar="TIME", help="Drop shorter spans, such as 50us; ends of arrows stay.")
 @click.option(
     "--align",
-    type=click.Choice(["clock", "wall", "start", "none"]),
+    type=click.Choice(["clock", "rpc", "wall", "start", "none"]),
     default="clock",
     show_default=True,
-    help="How to match clocks: measured offsets, wall clocks, each file from 0, not at all.",
+    help="How to match clocks: measured offsets and calls, calls alone, wall clocks, each file from 0, not at all.",
 )
 @click.option("--add", metavar="FILE", multiple=True, help="Another file to merge in, of any tool (repeat).")
 @click.option("--strict", is_flag=True, help="Exit 7 if any data is missing (the output is still written).")
@@ -124,9 +124,11 @@ def _show_merge(report: MergeReport, *, quiet: bool) -> None:
         return
     count = len(report.processes)
     click.echo(f"{count} processes · {report.events} events · {_arrows(report)} · {report.wall_s} s", err=True)
-    bounds = [p.clock_bound_us for p in report.processes if p.clock == "measured" and p.clock_bound_us is not None]
-    if bounds:
-        click.echo(f"clock error ≤ {max(bounds):.0f} µs ({len(bounds)} processes of other hosts)", err=True)
+    ways = (("measured", "measured while it ran"), ("rpc", "told by requests and replies"))
+    for how, words_ in ways:
+        bounds = [p.clock_bound_us for p in report.processes if p.clock == how and p.clock_bound_us is not None]
+        if bounds:
+            click.echo(f"clock error ≤ {max(bounds):.0f} µs ({len(bounds)} processes, {words_})", err=True)
     wall = sum(1 for p in report.processes if p.clock == "wall")
     if wall:
         click.echo(f"{wall} processes are matched by wall clock: offsets between hosts were not measured", err=True)

@@ -78,7 +78,7 @@ class ProcessReport:
         events: Written events, without metadata.
         complete: Whether its end event was there (None: a file that has none by nature).
         lost: Records its own process reported as lost, by reason.
-        clock: How its times were matched: ``reference``, ``shared``, ``measured``, ``wall``, ``start`` or ``none``.
+        clock: How its times were matched, see ``align.Shift.how``.
         shift_us: What was added to its times.
         clock_bound_us: The error of that at most; None: unknown.
         first_us, last_us: Of its events, on the run's clock; None without events.
@@ -249,7 +249,8 @@ class _Part:
         self._add_ns = shift.add_ns + job.base_us * 1000
         self._points = None
         if shift.at_ns:
-            self._points = (np.array(shift.at_ns, dtype=np.float64), np.array(shift.offset_ns, dtype=np.float64))
+            at = np.array(shift.at_ns, dtype=np.int64) - job.base_us * 1000
+            self._points = (at.astype(np.float64), np.array(shift.offset_ns, dtype=np.float64))
         self._spans: list[Event] = []
         self._others: list[Event] = []
         self._clean: dict[bytes, msgspec.Raw] = {}  # args of counters, as they were and without what is no number
@@ -752,6 +753,7 @@ class _Part:
                 report.name = f"{report.name} ({process.labels})"
             if process.first_ns <= process.last_ns:
                 report.first_us, report.last_us = process.first_ns / 1000, process.last_ns / 1000
+                report.clock_bound_us = self._job.shift.worst_us(process.first_ns, process.last_ns)
             self._report.processes.append(report)
             for raw, thread in process.threads.items():
                 if raw == _COUNTER_TID:

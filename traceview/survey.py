@@ -16,6 +16,7 @@ from traceview.align import MAX_US
 from traceview.choose import Choice, choose
 from traceview.distribution import Distribution
 from traceview.event import NO_ARGS, Event, args_of
+from traceview.pairs import ANSWERED
 from traceview.problems import Problems
 from traceview.reader import Blocks, find_sources, read_batches
 from traceview.steps import StepFinder, Steps
@@ -171,15 +172,33 @@ def survey(
     found = Survey(files=len(choices), run=next((c.run for c in choices if c.run), ""))
     finders = {True: StepFinder(), False: StepFinder()}
     for count, choice in enumerate(choices, 1):
-        _File(choice, found, finders, alone=len(choices) == 1).read(problems)
+        file = _File(choice, found, finders, alone=len(choices) == 1)
+        file.read(problems)
+        file.note_bounds()
         if on_progress is not None:
             on_progress(count, len(choices))
-    if len(choices) == 1:
-        for rank in found.ranks.values():  # a merged file: its ranks were put on one clock before
-            rank.clock, rank.clock_bound_us = "shared", 0.0
+    if len(choices) == 1 and choices[0].anchor.clock is None:
+        for rank in found.ranks.values():  # a merged file: how well its clocks were matched was told then
+            rank.clock, rank.clock_bound_us = "merged", None
+    _tell_backwards(found, problems)
     controller = finders[True].steps()
     found.steps = controller if controller.windows else finders[False].steps()
     return found
+
+
+def _tell_backwards(found: Survey, problems: Problems) -> None:
+    """Tell of calls that arrive before they are sent, or return before they are answered; no true clock shows that."""
+    if ("ZT0112", "causality_violations") in problems.counts:
+        return  # told when the clocks were matched
+    wrong: dict[tuple[str, str], list[int]] = {}
+    for call in found.calls.values():
+        late = max(call.sent - call.arrived if call.sent and call.arrived else 0, 0)
+        back = call.run_end - call.replied if call.replied and call.run_end and call.outcome in ANSWERED else 0
+        if late > 0 or back > 0:
+            wrong.setdefault((call.caller, call.worker), []).append(max(late, back))
+    for (caller, worker), by in wrong.items():
+        text = f"{len(by)} calls from {caller} to {worker} go backwards in time, by up to {max(by) / 1000:.1f} µs"
+        problems.add("ZT0112", "causality_violations", text, len(by))
 
 
 class _File:
@@ -204,6 +223,13 @@ class _File:
             for batch in read_batches(source, problems, self._choice.base_us, blocks):
                 for event in batch:
                     self._take(event)
+
+    def note_bounds(self) -> None:
+        """Give the ranks of this file the error of its clock, over the time that they were seen."""
+        for rank in self._ranks.values():
+            bound = self._choice.shift.worst_us(rank.first_ns, rank.last_ns)
+            known = rank.clock_bound_us
+            rank.clock_bound_us = bound if known is None or bound is None else max(known, bound)
 
     def _take(self, event: Event) -> None:
         if event.ph == "M":

@@ -542,8 +542,9 @@ class Executor:
             return
         finally:
             del self._streams[stream.key]
+        ended = time.monotonic_ns()
         self._answers.finish(request, 0, Kind.END, Status.OK, encode(None), chunks=stream.sent)
-        self._record(request, request.seq, method, started, decoded, time.monotonic_ns(), "OK")
+        self._record(request, request.seq, method, started, decoded, ended, "OK")
         self.done += 1
 
     def _resolve(self, request: Execute, method: Any) -> Callable[..., Any]:

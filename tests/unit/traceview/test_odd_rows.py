@@ -86,7 +86,8 @@ def test_measured_offsets_move_a_host_and_its_bound_is_written(tmp_path):
     report, events = run(tmp_path)
     assert slices(events)["w"]["ts"] == pytest.approx((mono + 11e9 + mono * 5e-5) / 1000, abs=0.01)
     worker = report.processes[1]
-    assert (worker.clock, worker.clock_bound_us) == ("measured", 4.0)
+    assert worker.clock == "measured"
+    assert 4.0 <= worker.clock_bound_us < 4.1
     assert report.problems == {}
 
 

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from planted_run import Clock, Plan, Way, plant, planted_clocks
+from traceview.merge import MergeReport, merge
+
+IDLE = Way()
+ASYMMETRIC = Way(there_us=40, back_us=5000)
+LOADED = Way(load_us=20_000)
+
+
+def merged(root: Path, **more) -> tuple[MergeReport, list[dict]]:
+    """Merge a run; return the report and the spans that know their true start."""
+    report = merge([str(root)], root / "o.json", jobs=1, **more)
+    events = json.loads((root / "o.json").read_text())["traceEvents"]
+    return report, [e for e in events if e["ph"] == "X" and "true_us" in e.get("args", {})]
+
+
+def errors_us(report: MergeReport, spans: list[dict]) -> dict[str, tuple[float, float]]:
+    """Return the largest error of each process and its stated bound, in µs; the controller's clock is the truth."""
+    names = {p.pid: p for p in report.processes}
+    reference = next(e for e in spans if names[e["pid"]].role == "controller")
+    zero = reference["ts"] - reference["args"]["true_us"]
+    found: dict[str, tuple[float, float]] = {}
+    for event in spans:
+        process = names[event["pid"]]
+        error = abs(event["ts"] - event["args"]["true_us"] - zero)
+        name = f"{process.role}/{process.rank}"
+        bound = process.clock_bound_us if process.clock_bound_us is not None else -1.0
+        found[name] = max(error, found.get(name, (0.0, 0.0))[0]), bound
+    return found
+
+
+@pytest.mark.parametrize("headers", [True, False], ids=["ours", "other tools"])
+@pytest.mark.parametrize("seed", range(4))
+def test_clocks_5_s_apart_are_matched_to_25_us_by_calls_alone(tmp_path, seed, headers):
+    """±5 s and ±50 ppm over idle links, no measured offset anywhere: each rank is right to 25 µs, within its bound."""
+    plan = Plan(clocks=planted_clocks(seed), headers=headers, seed=seed, lost=0.01)
+    report, spans = merged(plant(tmp_path, plan))
+    found = errors_us(report, spans)
+    assert sorted(found) == ["actor/0", "actor/1", "actor/2", "actor/3", "controller/0"]
+    for name, (error, bound) in found.items():
+        assert error <= min(25.0, bound + 0.002), name
+    assert [p.clock for p in report.processes] == ["reference"] + ["rpc"] * 4
+    assert not {"causality_violations", "clock_contradiction", "clock_step"} & set(report.problems)
+
+
+@pytest.mark.parametrize("way", [ASYMMETRIC, Way(there_us=9000, back_us=30), LOADED, Way(10, 3000, 5000)])
+@pytest.mark.parametrize("seed", range(3))
+def test_asymmetric_and_loaded_links_widen_the_bound_and_the_error_stays_in_it(tmp_path, way, seed):
+    """Whatever the ways take, the true error of every event is within the bound of its rank."""
+    plan = Plan(clocks=planted_clocks(seed), ways={0: IDLE, 1: way, 2: way}, steps=200, seed=seed)
+    report, spans = merged(plant(tmp_path, plan))
+    found = errors_us(report, spans)
+    for name, (error, bound) in found.items():
+        assert error <= bound + 0.002, name
+    assert found["actor/0"][0] <= 25.0
+    assert "causality_violations" not in report.problems
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_stragglers_do_not_mislead_the_clocks(tmp_path, seed):
+    """A late starter, a slow rank and a slow phase cost no accuracy: only the ways count, not the work."""
+    plan = Plan(clocks=planted_clocks(seed), late_us={1: 9000.0}, slow={2: 3.0}, reward={3: 9.0}, steps=200, seed=seed)
+    report, spans = merged(plant(tmp_path, plan))
+    for name, (error, bound) in errors_us(report, spans).items():
+        assert error <= min(25.0, bound + 0.002), name
+
+
+def test_rare_and_long_calls_still_match_clocks(tmp_path):
+    """A method that runs for ten minutes says as much as a short one: request and reply count each for itself."""
+    plan = Plan(clocks=planted_clocks(5), slow=dict.fromkeys(range(4), 4e5), steps=12, seed=5)
+    report, spans = merged(plant(tmp_path, plan))
+    for name, (error, bound) in errors_us(report, spans).items():
+        assert error <= bound + 0.002, name
+        assert bound < 4000.0, name
+
+
+def test_one_boot_id_and_time_namespace_are_one_clock_exactly(tmp_path):
+    """Ranks of the controller's clock need no match: nothing is estimated, the error is 0, calls are not even read."""
+    others = {2: Clock(3e6, 1e-5, "host", wall_wrong_us=5e5), 3: Clock(3e6, 1e-5, "host", wall_wrong_us=-9e5)}
+    report, spans = merged(plant(tmp_path, Plan(clocks=others, steps=50)))
+    assert [p.clock for p in report.processes] == ["reference", "shared", "shared", "rpc", "rpc"]
+    found = errors_us(report, spans)
+    assert found["actor/0"] == (pytest.approx(0.0, abs=0.0011), 0.0)
+    both = [{e["args"]["true_us"]: e["ts"] for e in spans if e["pid"] == pid} for pid in (4, 5)]
+    shifts = [next(ts - true for true, ts in one.items()) for one in both]
+    assert shifts[0] == pytest.approx(shifts[1], abs=0.6)  # within what 50 ppm make of the time between their first
+
+
+def test_another_time_namespace_on_one_host_is_matched_by_its_calls(tmp_path):
+    """The same boot id with another time namespace is another clock, and is matched like one."""
+    clocks = {1: Clock(86_400e6, 0.0, Clock.boot_id, time_ns=2)}
+    report, spans = merged(plant(tmp_path, Plan(clocks=clocks, steps=100)))
+    error, bound = errors_us(report, spans)["actor/1"]
+    assert error <= min(25.0, bound)
+
+
+@pytest.mark.parametrize("sleeper", [1, 2])
+def test_a_host_that_slept_shows_as_a_step_and_bends_nothing(tmp_path, sleeper):
+    """A clock that stood still for two seconds gets a new line after it; the step is told, with when and how much."""
+    clocks = planted_clocks(7, 3)
+    clocks[sleeper].sleeps_at_us, clocks[sleeper].sleeps_us = 10_000_000.0, 2_000_000.0
+    report, spans = merged(plant(tmp_path, Plan(ranks=3, clocks=clocks, steps=200, seed=7)))
+    assert report.problems["clock_step"] == 1
+    [text] = [text for _, text in report.warnings if "at once" in text]
+    assert f"actor/traces_{sleeper}.jsonl" in text
+    assert float(re.search(r"parted by (\S+) s", text)[1]) == pytest.approx(2.0, abs=1e-3)
+    far = [e for e in spans if not 9.8e6 < e["args"]["true_us"] < 12.3e6]
+    for name, (error, bound) in errors_us(report, far).items():
+        assert error <= min(25.0, bound + 0.002), name
+
+
+def test_a_rank_without_any_call_is_kept_and_marked(tmp_path):
+    """A rank that no call reached is matched by its wall clock, says so, and is in the output whole."""
+    root = plant(tmp_path, Plan(clocks=planted_clocks(3), steps=40))
+    path = root / "traces" / "actor" / "traces_3.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"call"' not in line))
+    report, _ = merged(root)
+    last = report.processes[4]
+    assert (last.clock, last.clock_bound_us, last.events) == ("wall", None, 80)
+    assert report.problems["clock_by_wall"] == 1
+    assert [p.clock for p in report.processes[1:4]] == ["rpc"] * 3
+
+
+def test_wrong_wall_clocks_show_as_calls_that_go_backwards(tmp_path):
+    """Matched by wall clocks a second off, requests arrive before they are sent: that is told (row 22)."""
+    root = plant(tmp_path, Plan(clocks=planted_clocks(2), steps=40))
+    report, _ = merged(root, clocks="wall")
+    assert report.problems["causality_violations"] > 40
+    assert any("go backwards in time, by up to" in text for _, text in report.warnings)
+    assert "causality_violations" not in merged(root, clocks="clock")[0].problems
+    assert "causality_violations" not in merged(root, clocks="rpc")[0].problems
+
+
+def test_a_measured_offset_that_calls_contradict_is_told_and_its_bound_is_wider(tmp_path):
+    """A recorded offset 50 ms off, with a bound of 1 µs, cannot be true: calls say so, and nobody is told 1 µs."""
+    clocks = planted_clocks(4, 2)
+    root = plant(tmp_path, Plan(ranks=2, clocks=clocks, steps=60, seed=4))
+    path = root / "traces" / "actor" / "traces_1.jsonl"
+    clock = clocks[1]
+    lie = 50_000_000
+    args = {"ref_boot_id": Clock.boot_id, "ref_time_ns": 1, "bound_ns": 1000, "rtt_ns": 2000, "n": 128, "drift_ppb": 0}
+    lines = []
+    for at_us in (0.0, 3e6, 7e6):
+        at = round(clock.of(at_us) * 1000)
+        args |= {"at_ns": at, "offset_ns": round(at_us * 1000) - at + lie}
+        lines.append(json.dumps({"name": "zbus_clock", "ph": "M", "pid": 7, "args": args}) + "\n")
+    with path.open("a") as file:
+        file.writelines(lines)
+    report, spans = merged(root)
+    assert report.problems["clock_contradiction"] == 1
+    error, bound = errors_us(report, spans)["actor/1"]
+    assert error <= bound
+    assert bound > 49_000
+    assert errors_us(report, spans)["actor/0"][0] <= 25.0
+
+
+def test_peers_that_call_one_another_are_matched_over_several_clocks(tmp_path):
+    """A rank that only its peer calls is matched through that peer; the errors of both ways add up."""
+    root = plant(tmp_path, Plan(ranks=2, clocks=planted_clocks(6, 2), steps=200, seed=6))
+    peer = Clock(-3e6, 3e-5, "a third host", wall_wrong_us=7e5)
+    middle = planted_clocks(6, 2)[1]
+    rng = random.Random(6)
+    caller = (root / "traces" / "actor" / "traces_1.jsonl").open("a")
+    lines = []
+    epoch_of_middle = round(middle.of(0) * 1000) - round(middle.wall_wrong_us * 1000)
+    for n in range(300):
+        sent = 20_000.0 + n * 60_000
+        arrived = sent + 40 + rng.expovariate(0.1)
+        left = arrived + 700
+        back = left + 40 + rng.expovariate(0.1)
+        ids = {"call": f"aa{n:014x}", "attempt": 1}
+        start = middle.of(sent) - epoch_of_middle / 1000
+        dur = middle.of(back) - middle.of(sent)
+        event = {"name": "rpc.client", "ph": "X", "ts": round(start, 3), "dur": round(dur, 3), "pid": 7, "tid": 3}
+        caller.write(json.dumps({**event, "args": {**ids, "status": "ok"}}) + "\n")
+        event = {"name": "rpc.server", "ph": "X", "ts": peer.of(arrived), "dur": 700.0, "pid": 9, "tid": 9}
+        lines.append(json.dumps({**event, "args": {**ids, "true_us": arrived}}) + "\n")
+    caller.close()
+    (root / "traces" / "helper").mkdir()
+    (root / "traces" / "helper" / "traces_0.jsonl").write_text("".join(lines))
+    report, spans = merged(root)
+    found = errors_us(report, spans)
+    assert found["helper/0"][0] <= min(50.0, found["helper/0"][1])
+    assert found["helper/0"][1] > found["actor/1"][1]
+    assert [p.clock for p in report.processes] == ["reference", "rpc", "rpc", "rpc"]

@@ -1,0 +1,299 @@
+"""Requests and replies as both sides recorded them: when each was sent, arrived, was answered and received.
+
+Of large traces only a part of the calls is taken, the same on both sides: told by the call's id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from traceview.align import MAX_US
+from traceview.envelope import Limits
+from traceview.event import NO_ARGS
+from traceview.problems import Problems
+from traceview.reader import Source, read_batches
+
+__all__ = ["ANSWERED", "Pairs", "read_pairs"]
+
+_CALLS_PER_FILE: Final = 1000
+_LEAST_CALLS: Final = 20_000
+"""Calls looked at, about: enough for a good offset every few seconds between any two."""
+
+_BYTES_PER_CALL: Final = 1000
+_BLOCK: Final = 4 << 20
+_MARK: Final = b'"call":'
+_UNKNOWN: Final = -(1 << 62)
+_HEX: Final = 16
+_MASK: Final = (1 << 63) - 1
+_SPREAD: Final = 0x9E3779B97F4A7C15
+
+Ints = NDArray[np.int64]
+
+
+class _Args(msgspec.Struct, gc=False):
+    call: str = ""
+    kind: str = ""
+    attempt: int = 1
+    outcome: str = ""
+    status: str = ""
+
+
+class _Line(msgspec.Struct, gc=False):
+    name: str = ""
+    ph: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    args: _Args = msgspec.field(default_factory=_Args)
+
+
+_decode: Final = msgspec.json.Decoder(_Line).decode
+_decode_args: Final = msgspec.json.Decoder(_Args).decode
+ANSWERED: Final = ("", "ok", "OK", "APP_ERROR", "error")
+"""Outcomes and states of a call that came with a reply."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """Calls seen from both sides, a column each; times in ns on each file's own scale.
+
+    Attributes:
+        caller, worker: Numbers of the files.
+        sent, received: By the caller; ``received`` is ``UNKNOWN`` where no reply came.
+        arrived, answered: By the worker; ``answered`` is ``UNKNOWN`` where it did not get so far.
+    """
+
+    caller: Ints
+    worker: Ints
+    sent: Ints
+    received: Ints
+    arrived: Ints
+    answered: Ints
+
+    def __len__(self) -> int:
+        return len(self.caller)
+
+    def links(self) -> list[tuple[int, int]]:
+        """Return the pairs of files, caller and worker, that have calls."""
+        both = np.unique(np.stack([self.caller, self.worker]), axis=1)
+        return [(int(a), int(b)) for a, b in both.T]
+
+    def limits(self, caller: int, worker: int, caller_ns: int, worker_ns: int) -> tuple[Limits, Limits]:
+        """Return what the calls of one link say of the caller's clock minus the worker's, by either clock.
+
+        Args:
+            caller: Number of the file.
+            worker: Number of the file.
+            caller_ns: Added to the caller's times first.
+            worker_ns: Added to the worker's times first.
+
+        Returns:
+            The offset caller minus worker at times of the worker, and worker minus caller at times of the caller.
+        """
+        mine = (self.caller == caller) & (self.worker == worker)
+        back = mine & (self.answered != _UNKNOWN) & (self.received != _UNKNOWN)
+        there = np.concatenate([self.arrived[mine], self.answered[back]]) + worker_ns
+        here = np.concatenate([self.sent[mine], self.received[back]]) + caller_ns
+        most = np.arange(len(there)) >= int(mine.sum())
+        return Limits(there, here - there, most), Limits(here, there - here, ~most)
+
+    def backwards(self, moved: Sequence[Any]) -> dict[tuple[int, int], tuple[int, int]]:
+        """Return the links with calls that arrive before they are sent, or return before they are answered.
+
+        Args:
+            moved: For each file, what turns its times into those of the run.
+
+        Returns:
+            By link: how many such calls, and by how many ns at most.
+        """
+        found = {}
+        for caller, worker in self.links():
+            mine = (self.caller == caller) & (self.worker == worker)
+            late = moved[caller](self.sent[mine]) - moved[worker](self.arrived[mine])
+            both = mine & (self.answered != _UNKNOWN) & (self.received != _UNKNOWN)
+            back = moved[worker](self.answered[both]) - moved[caller](self.received[both])
+            wrong = int((late > 0).sum() + (back > 0).sum())
+            if wrong:
+                found[caller, worker] = wrong, int(max(late.max(initial=0), back.max(initial=0)))
+        return found
+
+
+def read_pairs(sources: Sequence[Source], bases_us: Sequence[int]) -> Pairs:
+    """Return calls that two of these files recorded, one as the caller and one as the worker.
+
+    Args:
+        sources: The files, with their spills.
+        bases_us: Of each file, what is subtracted from its times where they become floating point.
+    """
+    total = sum(_size(source) for source in sources)
+    enough = max(_LEAST_CALLS, _CALLS_PER_FILE * len(sources))
+    skip = 0
+    while total // _BYTES_PER_CALL >> skip > enough:
+        skip += 1
+    sides: tuple[list[Ints], list[Ints]] = [], []
+    for number, (source, base_us) in enumerate(zip(sources, bases_us, strict=True)):
+        calls = _Calls((1 << skip) - 1)
+        for one in _files(source):
+            calls.read(one, base_us)
+        for side, found in zip(sides, (calls.callers, calls.workers), strict=True):
+            if found:
+                keys = np.fromiter(found, dtype=np.int64, count=len(found))
+                times = np.array(list(found.values()), dtype=np.int64)
+                side.append(np.column_stack([keys, np.full(len(keys), number), times]))
+    return _join(*(_once(np.concatenate(side)) if side else np.zeros((0, 4), dtype=np.int64) for side in sides))
+
+
+def _join(callers: Ints, workers: Ints) -> Pairs:
+    _, a, b = np.intersect1d(callers[:, 0], workers[:, 0], assume_unique=True, return_indices=True)
+    one, two = callers[a], workers[b]
+    known = (one[:, 2] != _UNKNOWN) & (two[:, 2] != _UNKNOWN) & (one[:, 1] != two[:, 1])
+    one, two = one[known], two[known]
+    return Pairs(one[:, 1], two[:, 1], one[:, 2], one[:, 3], two[:, 2], two[:, 3])
+
+
+def _once(rows: Ints) -> Ints:
+    """Leave out calls that several files claim: runs that lie in one tree, or ids that are none."""
+    _, first, count = np.unique(rows[:, 0], return_index=True, return_counts=True)
+    found: Ints = rows[first[count == 1]]
+    return found
+
+
+def _files(source: Source) -> list[Source]:
+    return [source] if source.spill is None else [source, Source(source.spill, source.label)]
+
+
+def _size(source: Source) -> int:
+    return sum(one.path.stat().st_size for one in _files(source) if one.path.exists()) * (8 if source.packed else 1)
+
+
+class _Calls:
+    """The calls of one file, by key: [sent, received] as a caller, [arrived, answered] as a worker.
+
+    Of a call that is there twice, as after a retry, the widest times are kept: they are true of each try.
+    """
+
+    def __init__(self, skip: int) -> None:
+        self.callers: dict[int, list[int]] = {}
+        self.workers: dict[int, list[int]] = {}
+        self._skip = skip
+
+    def read(self, source: Source, base_us: int) -> None:
+        """Take the calls of a file."""
+        try:
+            if source.packed or not _is_lines(source):
+                self._read_events(source, base_us)
+            else:
+                self._read_lines(source, base_us)
+        except OSError:
+            return  # told by whoever reads the file for its events
+
+    def _read_lines(self, source: Source, base_us: int) -> None:
+        """Look at lines that name a call; only those of the chosen calls are decoded."""
+        rest = b""
+        with source.path.open("rb", buffering=0) as file:
+            while data := file.read(_BLOCK):
+                data = rest + data
+                cut = data.rfind(b"\n") + 1
+                rest = data[cut:] if len(data) - cut < _BLOCK else b""
+                for line in self._chosen_lines(data, cut):
+                    self._line(line, base_us)
+        if rest:
+            for line in self._chosen_lines(rest + b"\n", len(rest) + 1):
+                self._line(line, base_us)
+
+    def _chosen_lines(self, data: bytes, end: int) -> Iterator[bytes]:
+        find, skip, crc = data.find, self._skip, zlib.crc32
+        at = find(_MARK, 0, end)
+        while at >= 0:
+            first = find(b'"', at + len(_MARK), end) + 1
+            last = find(b'"', first, end) if first else -1
+            if last < 0:
+                return
+            if crc(data[first:last]) & skip:
+                at = find(_MARK, last, end)
+                continue
+            begin, stop = data.rfind(b"\n", 0, at) + 1, find(b"\n", at)
+            yield data[begin:stop]
+            at = find(_MARK, stop, end)
+
+    def _line(self, line: bytes, base_us: int) -> None:
+        try:
+            event = _decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return  # counted by whoever reads the file for its events
+        if event.ph == "X":
+            self._take(event.name, event.ts - base_us, event.dur, event.args)
+
+    def _read_events(self, source: Source, base_us: int) -> None:
+        for batch in read_batches(source, Problems(), base_us):
+            for event in batch:
+                if event.ph != "X" or event.args is NO_ARGS or _MARK not in (raw := bytes(event.args)):
+                    continue
+                try:
+                    args = _decode_args(raw)
+                except (msgspec.DecodeError, UnicodeDecodeError):
+                    continue
+                if event.ts is not None and not zlib.crc32(args.call.encode()) & self._skip:
+                    self._take(event.name, event.ts, event.dur or 0.0, args)
+
+    def _take(self, name: str, ts: float, dur: float, args: _Args) -> None:
+        """Take one span of a call: of the bus by its kind, of others by the names ``rpc.client``, ``rpc.server``."""
+        if not args.call or not -MAX_US < ts < MAX_US or not 0 <= dur < MAX_US:
+            return
+        kind = args.kind
+        if not kind:
+            key = (_key(args.call) * _SPREAD + args.attempt) & _MASK
+            if name == "rpc.client":
+                self._caller(key, ts, ts + dur if args.status in ANSWERED else None)
+            elif name == "rpc.server":
+                self._worker(key, ts, ts + dur)
+            return
+        key = _key(args.call)
+        if kind == "wire":
+            self._caller(key, ts, None)
+        elif kind == "client":
+            self._caller(key, None, ts + dur if args.outcome in ANSWERED else None)
+        elif kind == "queue":
+            self._worker(key, ts, None)
+        elif kind == "reply":
+            self._worker(key, None, ts)  # where the method returned: the answer leaves before it counts as encoded
+
+    def _caller(self, key: int, sent: float | None, received: float | None) -> None:
+        known = self.callers.setdefault(key, [_UNKNOWN, _UNKNOWN])
+        if sent is not None:
+            at = round(sent * 1000)
+            known[0] = at if known[0] == _UNKNOWN else min(known[0], at)
+        if received is not None:
+            known[1] = max(known[1], round(received * 1000))
+
+    def _worker(self, key: int, arrived: float | None, answered: float | None) -> None:
+        known = self.workers.setdefault(key, [_UNKNOWN, _UNKNOWN])
+        if arrived is not None:
+            known[0] = max(known[0], round(arrived * 1000))
+        if answered is not None:
+            at = round(answered * 1000)
+            known[1] = at if known[1] == _UNKNOWN else min(known[1], at)
+
+
+def _key(call: str) -> int:
+    """Return a number for a call's id; ours are 16 hex digits."""
+    if len(call) <= _HEX:
+        try:
+            return int(call, 16) & _MASK
+        except ValueError:
+            pass
+    return int.from_bytes(hashlib.blake2b(call.encode("utf-8", "replace"), digest_size=8).digest(), "little") & _MASK
+
+
+def _is_lines(source: Source) -> bool:
+    """Return whether a plain file holds a JSON object per line, rather than one document."""
+    with source.path.open("rb") as file:
+        head = file.read(4096).lstrip()
+    return head.startswith(b"{") and b'"traceEvents"' not in head
