@@ -348,7 +348,9 @@ class BatchFuture(Generic[T]):
         ordered = causes(failures, lambda failure: is_echo(made[failure.member]))
         errors = [(order.ranks[failure.member], made[failure.member]) for failure in ordered]
         method, role = order.methods[self._call], order.roster.role
-        return batch_error(method, role, errors, self.results(), len(order.ranks), late)
+        return batch_error(
+            method, role, errors, self.results(), len(order.ranks), late, again=sorted(self._placement.again)
+        )
 
     def _rank_result(self, member: int) -> RankResult:
         outcome = self._placement.slots.outcome(member, self._call)

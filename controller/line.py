@@ -52,9 +52,9 @@ class Line:
                 self._looking = True
                 shared().call(self._look, LOOK_AGAIN_S)
 
-    def hurry(self) -> None:
-        """Try those in line soon: something has changed for one of them."""
-        shared().call(self._try_all)
+    def hurry(self, delay_s: float = 0.0) -> None:
+        """Try those in line after ``delay_s`` seconds: something has changed for one of them by then."""
+        shared().call(self._try_all, delay_s)
 
     def _look(self) -> None:
         self._try_all()

@@ -262,6 +262,8 @@ def batch_error(
     results: Mapping[int, Any],
     total: int,
     late: Mapping[int, str] | None = None,
+    *,
+    again: Sequence[int] = (),
 ) -> BatchError:
     """Make the error of a call to several ranks from (rank, error) pairs ordered root first.
 
@@ -272,6 +274,7 @@ def batch_error(
         results: Good answers by rank.
         total: How many ranks were called.
         late: What is known of each rank that has no outcome yet: the caller does not wait for them.
+        again: Ranks whose part was to run once more, ascending.
     """
     rank, root = errors[0]
     failed = list(dict.fromkeys(rank for rank, _ in errors))
@@ -284,7 +287,7 @@ def batch_error(
         error.add_note("not waited for: " + "; ".join(f"rank {rank} {state}" for rank, state in late.items()))
     if isinstance(root, CallError):
         if results or late:
-            root.facts["peers"] = _peers(role, results, late or {})
+            root.facts["peers"] = _peers(role, results, late or {}, again)
         if places := {rank: state.partition(AT)[2] for rank, state in (late or {}).items() if AT in state}:
             root.facts["peers at"] = _places(role, places)
         if root.reason == "deadline":
@@ -311,7 +314,7 @@ def _places(role: str, places: Mapping[int, str]) -> str:
     return "\n".join(f"{role}/{spans(ranks)}: {place}" for ranks, place in fold(places))
 
 
-def _peers(role: str, results: Mapping[int, Any], late: Mapping[int, str]) -> str:
+def _peers(role: str, results: Mapping[int, Any], late: Mapping[int, str], again: Sequence[int]) -> str:
     """Say what became of the ranks that did not fail."""
     told = [f"{role}/{spans(sorted(results))} finished this call"] if results else []
     states: dict[str, list[int]] = {}
@@ -320,7 +323,7 @@ def _peers(role: str, results: Mapping[int, Any], late: Mapping[int, str]) -> st
     for state, ranks in states.items():
         since = _SINCE.search(late[ranks[0]]) if len(ranks) == 1 else None
         told.append(f"{role}/{spans(ranks)} {_STILL.get(state, state)}{since.group() if since else ''}")
-    return "; ".join([*told, "nothing was re-run"])
+    return "; ".join([*told, f"{role}/{spans(again)} was run again" if again else "nothing was re-run"])
 
 
 _SINCE: Final = re.compile(r" since [\d.]+ s")

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from controller.background import shared
@@ -54,7 +54,7 @@ class Order:
         deadline_s: Seconds from the start, or None.
         strict: A failed call stops the later ones.
         together: It begins on no member until all hold it.
-        retry: How often a call may run again; only ever applied to one call on one member.
+        retry: How often a call may run again; only ever applied to single calls, on each member by itself.
         effect: See ``zbus.engine.Effect``.
         streams: The one call's items come one by one.
         choose: Picks a rank anew for a call that any rank may run.
@@ -105,9 +105,12 @@ class Placement:
         self._attempts = 0  # transmissions in the executions before
         self._last: Outcome | None = None  # what the execution before a pause ended with
         self._pausing = False  # not placed, and to be placed later
+        self._not_before = 0.0  # when the pause before the next execution ends
+        self._parts: dict[int, Placement] = {}  # members of several whose call runs once more, each by itself
         self._may_have_run: Outcome | None = None  # the UNKNOWN end of an earlier execution
         self._consumed = 0
         self._streaming = False  # an item has come
+        self.again: set[int] = set()  # ranks of several whose call was to run once more
         self.refused: Unavailable | None = None  # why nothing was sent to anyone, after waiting
         self._lost_at: float | None = None
         self._failed_at: dict[int, float] = {}
@@ -208,7 +211,7 @@ class Placement:
             else:
                 self._record(member, call, outcome, now_ns)
         if outcome.kind is not _OK:
-            if self.order.retry is not None and self._run_again(outcome):
+            if self.order.retry is not None and self._run_again(member, outcome):
                 return
             outcome = self._whole(outcome)
         self._settle(member, call, outcome)
@@ -234,6 +237,9 @@ class Placement:
             elif outcome.kind is OutcomeKind.APP_ERROR:
                 self._failed_at.setdefault(call, time.monotonic())
             watchers = tuple(self._watchers) if self._watchers else ()
+            parts = list(self._parts.values()) if outcome.kind is not _OK else ()
+        for part in parts:  # what failed here may be the echo of what they ended with
+            part.give_up_pause("the call failed on another rank")
         if self._late is not None:
             if outcome.reason == "deadline":
                 self._late.ask(self.order.peers[member])
@@ -296,11 +302,13 @@ class Placement:
 
     # -- second executions ---------------------------------------------------------------------------------------------
 
-    def _run_again(self, outcome: Outcome) -> bool:
+    def _run_again(self, member: int, outcome: Outcome) -> bool:
         """Schedule another execution if the rules allow one. Under the placer's lock."""
         order = self.order
-        if order.retry is None or self.cancelled or len(order.ranks) > 1 or len(order.methods) > 1:
+        if order.retry is None or self.cancelled or len(order.methods) > 1:
             return False
+        if len(order.ranks) > 1:
+            return self._run_part_again(member, outcome)
         if self._streaming:  # the caller has seen items of this execution; another one would give others, or again
             return False
         if outcome.kind is OutcomeKind.NOT_EXECUTED:
@@ -322,8 +330,54 @@ class Placement:
         if outcome.kind is OutcomeKind.UNKNOWN:
             self._may_have_run = outcome
         self._pausing = True
-        shared().call(self._after_pause, pause)
+        self._not_before = time.monotonic() + pause
+        order.line.join(self)  # now, not after the pause: later calls to the rank stay behind it
+        order.line.hurry(pause)
         return True
+
+    def _run_part_again(self, member: int, outcome: Outcome) -> bool:
+        """Run one member's part of a call once more, by itself: as declared, its run needs no other rank.
+
+        Not where members start together: they need each other. Nor after a failure of another one: the caller is about
+        to hear of it, and it may be the echo of this one's end.
+        """
+        order = self.order
+        if order.together or self.slots.failed:
+            return False
+        part = Placement(
+            replace(
+                order, ranks=[order.ranks[member]], payloads=[order.payloads[member]], peers=[order.peers[member]],
+                released=None,
+            )
+        )  # fmt: skip
+        part._began = self._began
+        part.watch(lambda: self._take_part(member, part))
+        self._parts[member] = part
+        if part._run_again(0, outcome):
+            self.again.add(order.ranks[member])
+            return True
+        del self._parts[member]
+        return False
+
+    def _take_part(self, member: int, part: Placement) -> None:
+        """Take over what became of one member's part that ran once more."""
+        outcome = part.slots.outcome(0, 0)
+        if outcome is not None and self._parts.pop(member, None) is not None:
+            self.order.peers[member] = part.order.peers[0]
+            self._settle(member, 0, outcome)
+
+    def give_up_pause(self, why: str) -> None:
+        """End a call that waits for its next execution with how the last one ended. Any thread."""
+        last = self._last
+        if last is not None and self._take_pause():
+            evidence = f"{last.evidence}; not run again: {why}"
+            self._settle_all(self._whole(last._replace(evidence=evidence, attempts=0)))
+
+    def _take_pause(self) -> bool:
+        """End the pause, if there is one; one thread alone gets True."""
+        with self._lock:
+            pausing, self._pausing = self._pausing, False
+            return pausing
 
     def _may_find_another(self, outcome: Outcome) -> bool:
         """Tell whether someone else may run the call, or the same rank will be back."""
@@ -354,12 +408,6 @@ class Placement:
             return waited_s < _VERDICT_S
         return order.retry is not None and order.retry.attempts > 1 and waited_s < _PATIENCE_S
 
-    def _after_pause(self) -> None:
-        """Place once more, or stand in line for it. On the background thread."""
-        line = self.order.line
-        if self.look_again(free=not line.blocks(self)):
-            line.join(self)
-
     @property
     def place_in(self) -> tuple[str, Sequence[int]] | None:
         """Which places of which ranks it takes; None if any rank will do."""
@@ -371,17 +419,20 @@ class Placement:
         if not self._pausing or last is None:
             return False
         if self._was_cancelled():
-            self._pausing = False
-            told = Outcome(OutcomeKind.CANCELLED, reason="cancelled", evidence="cancelled before a retry", attempts=0)
-            self._settle_all(self._whole(told))
+            if self._take_pause():
+                told = Outcome(OutcomeKind.CANCELLED, None, "cancelled", "cancelled before a retry", 0)
+                self._settle_all(self._whole(told))
             return False
+        if time.monotonic() < self._not_before:
+            return True
         if not free:
             return self._go_on_waiting(last, None)
         if order.choose is not None and (order.effect == "pure" or last.kind is OutcomeKind.NOT_EXECUTED):
             if order.released is not None:
                 order.released(order.ranks[0])
             order.ranks[0] = order.choose()
-        self._pausing = False
+        if not self._take_pause():
+            return False
         try:
             self._place()
         except Unavailable as error:
@@ -400,7 +451,8 @@ class Placement:
     def _go_on_waiting(self, last: Outcome, error: Unavailable | None) -> bool:
         if self._may_wait():
             return True
-        self._pausing = False
+        if not self._take_pause():
+            return False
         self._give_up(last, error or Unavailable(f"nothing was sent: {last.evidence}", reason=last.reason))
         return False
 
@@ -471,6 +523,8 @@ class Placement:
             return
         if self._placed is not None:
             self.order.placer.cancel(self._placed)
+        for part in list(self._parts.values()):
+            part.cancel()
         if self._pausing:
             self.order.line.hurry()
             shared().call(self._if_cancelled)
@@ -546,8 +600,14 @@ class Placement:
         order = self.order
         states: dict[int, str] = {}
         for member in self.slots.missing(call):
+            part = self._parts.get(member)
+            if part is not None:
+                states |= part.late(0)
+                continue
             peer = order.peers[member] if order.peers else None
-            if peer is None or self._placed is None:
+            if self._pausing and self._executions > 1:
+                state = "waits to be run again"
+            elif peer is None or self._placed is None:
                 state = "not sent"
             elif is_dead(peer):
                 state = f"dead: {peer.evidence}".rstrip(": ")

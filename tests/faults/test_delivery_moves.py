@@ -52,6 +52,14 @@ def test_an_idempotent_call_runs_again_on_the_next_incarnation_of_its_rank(tmp_p
         assert began(truth, "again") == ["1.0", "1.1"]
 
 
+def test_one_rank_of_an_idempotent_call_to_all_runs_again_by_itself(tmp_path):
+    """A rank dies in its part: that part runs once more when the rank is back, the other rank's never."""
+    truth = tmp_path / "truth.txt"
+    with launch(tmp_path / "runs", {"actor": role(truth, restart="one")}) as bus:
+        assert bus.group("actor").again.options(retries=FAST)("again", die_at="1.0") == ["0.0", "1.1"]
+        assert sorted(began(truth, "again")) == ["0.0", "1.0", "1.1"]
+
+
 def test_the_error_counts_every_transmission_of_every_execution(tmp_path):
     """When the retries are used up, the caller hears how often it was sent, and that it may have run."""
     truth = tmp_path / "truth.txt"

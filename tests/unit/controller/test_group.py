@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import Counter
 
 import pytest
 
@@ -44,6 +45,14 @@ class Actor(zbus.Engine):
     @zbus.endpoint(AnyOne(), lane="gen")
     async def tokens(self, prompt):
         yield prompt
+
+
+class Ring(zbus.Engine):
+    @zbus.endpoint(effect="idempotent", start="together")
+    def all_reduce(self): ...
+
+    @zbus.endpoint()
+    def step(self): ...
 
 
 def echo(request):
@@ -475,13 +484,90 @@ def test_retries_end_with_the_policy():
     assert len(placer.requests) == 3
 
 
-def test_a_call_to_several_ranks_is_not_run_again_in_part():
+def dies_and_returns(placer, roster, *, rank=1, after_s=0.05):
+    """Answer ``rank``'s first request by its death, and have it started again; other requests with its number."""
+    roster.will_return = lambda peer: True
+
+    def auto(request):
+        if request.peer.name.rank == rank and request.peer is first:
+            first.state = FakeState.DEAD
+            request.answer(lost())
+            threading.Timer(after_s, restart).start()
+        else:
+            request.answer(ok([f"rank {request.peer.name.rank}"]))
+
+    def restart():
+        roster.members[rank] = FakePeer("actor", rank)
+
+    first = roster.members[rank]
+    placer.auto = auto
+
+
+def test_one_rank_of_a_pure_call_to_several_runs_again_by_itself():
+    """A rank dies in its part and comes back: its part alone runs again, and the answers are merged as declared."""
+    group, placer, roster = make_group(Actor, 3)
+    dies_and_returns(placer, roster)
+    future = group.options(retries=FAST).logprobs.submit([1, 2, 3])
+    assert future.result(timeout=10) == ["rank 0", "rank 1", "rank 2"]
+    assert Counter(request.peer.name.rank for request in placer.requests) == {0: 1, 1: 2, 2: 1}
+    assert placer.requests[-1].payload == placer.requests[1].payload, "its own share of the items"
+    assert [one.outcome for one in future.outcomes()] == ["OK"] * 3
+
+
+def test_later_calls_to_the_rank_stay_behind_a_part_that_runs_again():
+    """What one thread submits starts in its order on each rank, also across a restart."""
+    group, placer, roster = make_group(Actor, 2)
+    dies_and_returns(placer, roster)
+    first = group.options(retries=FAST).load.submit("first")
+    second = group[1].load.submit("second")
+    third = group.load.submit("third")
+    for future in (first, second, third):
+        future.result(timeout=10)
+    asked = [request.calls[0][1][0] for request in placer.requests if request.peer is roster.members[1]]
+    assert asked == ["first", "second", "third"]
+
+
+def test_a_part_that_waits_to_run_again_ends_with_another_ranks_failure():
+    """The failure of another rank may be the echo of the first one's end: nothing runs again, the root is the death."""
+    group, placer, roster = make_group(Actor, 2)
+    roster.will_return = lambda peer: True
+    future = group.options(retries=FAST).load.submit("x")
+    roster.members[1].state = FakeState.DEAD
+    placer.requests[1].answer(lost())
+    assert future.outcomes()[1].outcome is None
+    assert future.outcomes()[1].state == "waits to be run again"
+    placer.requests[0].answer(raised(RuntimeError("gloo: connection closed by peer")))
+    error = future.exception(timeout=10)
+    assert isinstance(error, BatchError)
+    assert isinstance(error.exceptions[0], WorkerLost)
+    assert "not run again (the call failed on another rank)" in error.exceptions[0].facts["outcome"]
+    roster.members[1] = FakePeer("actor", 1)
+    group.load.submit("later")
+    wait_until(lambda: len(placer.requests) == 4, what="the call behind it to be sent")
+    assert [request.calls[0][1][0] for request in placer.requests] == ["x", "x", "later", "later"]
+
+
+def test_cancel_ends_a_part_that_waits_to_run_again():
+    """The cancelled call has all its outcomes; the part that may have run says so."""
+    group, placer, roster = make_group(Actor, 2)
+    roster.will_return = lambda peer: True
+    placer.auto = lambda request: request.answer(lost() if request.member else ok("loaded"))
+    future = group.options(retries=RetryPolicy(attempts=2, backoff_s=60)).load.submit("x")
+    future.cancel()
+    assert isinstance(future.exception(timeout=10), BatchError)
+    assert [one.outcome for one in future.outcomes()] == ["OK", "UNKNOWN"]
+
+
+def test_calls_that_start_together_or_have_effects_are_not_run_again_in_part():
     """One rank of a collective alone would hang: the whole outcome is the user's."""
-    group, placer, _ = make_group(Actor, 2)
-    placer.auto = lambda request: request.answer(ok([1]) if request.member else lost())
-    with pytest.raises(BatchError):
-        group.options(retries=FAST).logprobs([1, 2])
-    assert len(placer.placed) == 1
+    group, placer, roster = make_group(Ring, 2)
+    roster.will_return = lambda peer: True
+    placer.auto = lambda request: request.answer(ok(1) if request.member else lost())
+    for method in (group.options(retries=FAST).all_reduce, group.options(retries=FAST).step):
+        placer.placed.clear()
+        with pytest.raises(BatchError):
+            method()
+        assert len(placer.placed) == 1
 
 
 def test_a_pure_call_waits_for_members_that_are_coming():
