@@ -136,17 +136,18 @@ def _attempt(socket: Socket, frames: Sequence[Buffer], flags: Sequence[int]) -> 
         deque(map(_send, repeat(socket), left, flags, _NO_COPY), maxlen=0)
     except BaseException as error:  # noqa: BLE001  # _fail always raises
         tried = len(frames) - left.__length_hint__()  # type: ignore[attr-defined]  # sequence iterators have it
-        if tried == 1 and isinstance(error, zmq.Again):
+        if isinstance(error, zmq.Again):
+            # In the first frame: no peer, or no room. Later: the peer went between two frames, and libzmq took the
+            # whole message back; it drops what follows up to the last frame.
+            rest = frames[tried:] if tried > 1 else ()
+            deque(map(_send, repeat(socket), rest, flags[tried:], _NO_COPY), maxlen=0)
             return False
         _fail(socket, frames, tried, error)
     return True
 
 
 def _fail(socket: Socket, frames: Sequence[Buffer], tried: int, error: BaseException) -> NoReturn:
-    """Leave the socket between two messages if that can be done, and raise; ``tried`` frames were handed over.
-
-    Only the first frame of a message can be refused for lack of a peer or of room.
-    """
+    """Leave the socket between two messages if that can be done, and raise; ``tried`` frames were handed over."""
     failed_in_send = isinstance(error, (zmq.ZMQError, MemoryError))
     if failed_in_send and tried == 1:
         if getattr(error, "errno", None) == errno.EHOSTUNREACH:

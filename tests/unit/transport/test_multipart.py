@@ -2,6 +2,7 @@ import threading
 
 import numpy as np
 import pytest
+import zmq
 
 from waiting import wait_until
 from zbus.errors import TransportError
@@ -196,6 +197,45 @@ def test_an_exception_the_gate_does_not_defer_completes_the_message(link, monkey
     receiver = Receiver(router)
     assert take(receiver)[1:] == frames
     assert take(receiver)[1:] == [b"next"]
+
+
+@pytest.mark.parametrize("frames", [2, 3, 6])
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_peer_that_goes_between_two_frames_tears_nothing(factory, monkeypatch, frames, at):
+    """The message is refused or lost with its connection; nothing of it comes later, the next one goes whole."""
+    import zbus.transport.multipart as module
+
+    if at > frames:
+        pytest.skip("no such frame")
+    router, dealer = factory.router("main"), factory.dealer("main")
+    address = factory.bind(router, "tcp://127.0.0.1:0")
+    factory.connect(dealer, address)
+    wait_until(lambda: send(dealer, [b"hello"]), what="the connection")
+    monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
+    real, tried = module._send, 0
+
+    def losing(*args):
+        nonlocal tried
+        tried += 1
+        if tried == at:
+            router.close()
+            assert monitor.poll(5000), "the connection did not end"
+            dealer.getsockopt(zmq.EVENTS)  # lets the socket hear of it
+        return real(*args)
+
+    monkeypatch.setattr(module, "_send", losing)
+    try:
+        send(dealer, [str(number).encode() for number in range(frames)])
+    finally:
+        dealer.disable_monitor()
+        monitor.close()
+        monkeypatch.undo()
+    successor = factory.router("main")
+    factory.bind(successor, address)
+    wait_until(lambda: send(dealer, [b"next", b"whole"]), what="the next connection")
+    assert take(Receiver(successor))[1:] == [b"next", b"whole"]
+    dealer.close()
+    successor.close()
 
 
 def test_lack_of_memory_in_the_middle_tells_the_owner_to_close_the_socket(link, monkeypatch):
