@@ -15,9 +15,12 @@ from zbus.trace import wire
 __all__ = ["BACKLOG", "Entry", "Outbox", "SpillPort", "Wait"]
 
 BACKLOG: Final = 8 << 20
-"""Bytes under way, and bytes held in memory, at most."""
+"""Default of ``Outbox.backlog``."""
 _IN_FLIGHT: Final = 1 << 20
+_SILENT_PERIODS: Final = 4
+"""Flush periods without any word after which the sidecar counts as silent, while only spilled blocks are under way."""
 _STALE_PERIODS: Final = 20
+"""Flush periods after which a block counts as lost on its way, although others are acknowledged."""
 _END_S: Final = 2.0
 
 
@@ -78,6 +81,7 @@ class Outbox:
         say: Hands one message to the socket; False if it takes none now. Never waits.
         now: Monotonic seconds.
         period_s: Asked for the flush period.
+        backlog: Bytes under way, and bytes held in memory, at most.
 
     Attributes:
         alive: Whether the sidecar answers.
@@ -93,11 +97,13 @@ class Outbox:
         say: Callable[[wire.ToSidecar, bytes | None], bool],
         now: Callable[[], float],
         period_s: Callable[[], float],
+        backlog: int = BACKLOG,
     ) -> None:
         self.alive = False
         self.ended = False
         self.held: dict[int, Entry] = {}
         self.sent: dict[int, tuple[int, float]] = {}
+        self.backlog = backlog
         self.opening = opening
         self._spill = spill
         self._say = say
@@ -108,6 +114,7 @@ class Outbox:
         self._written = 0
         self._lost: dict[str, int] = {}
         self._unsaid: dict[str, int] = {}
+        self._heard = 0.0
 
     # -- from the process --------------------------------------------------------------------------------------------
 
@@ -121,7 +128,7 @@ class Outbox:
         self._next += 1
         entry = self.held[seq] = Entry(seq, records, payload)
         self._held_bytes += len(payload)
-        if not self.alive or self._under_way() > BACKLOG or not self.send(entry):
+        if not self.alive or self._under_way() > self.backlog or not self.send(entry):
             self.secure()
 
     def send(self, entry: Entry) -> bool:
@@ -141,7 +148,7 @@ class Outbox:
                 break
             self._forget(entry)
             self._written += entry.records
-        while self._held_bytes > BACKLOG:
+        while self._held_bytes > self.backlog:
             self._drop(self.held[next(reversed(self.held))])
 
     def settle(self) -> Iterator[Wait]:
@@ -153,6 +160,8 @@ class Outbox:
         if self.held:
             self.alive = False
             self.secure()
+        elif self._silent():  # it was restarted elsewhere, say, while only the spill had something for it
+            self.alive = False
         if self.alive:
             self._resend()
 
@@ -163,7 +172,7 @@ class Outbox:
             end: Makes the closing line, with the last counts.
         """
         deadline = self._now() + _END_S
-        period = self._period_s() / 4
+        period = min(self._period_s(), _END_S) / 4
         if self.alive:
             yield Wait(period, self._all_safe)
         while self.alive and (self.held or self._spill.waiting) and self._now() < deadline:
@@ -174,8 +183,10 @@ class Outbox:
         self.secure()
         message = wire.End(self.opening.source, self._next, end())
         if self.alive and not self._spill.waiting and not self.held:
-            self._say(message, None)
-            yield Wait(max(period, deadline - self._now()), lambda: self.ended)
+            while not self.ended and self._now() < deadline:
+                if self.alive:  # again too: a restarted sidecar wants to be told first who ends
+                    self._say(message, None)
+                yield Wait(period, lambda: self.ended)
         if not self.ended:
             self._spill.end(message)
 
@@ -205,6 +216,7 @@ class Outbox:
         """Take an answer of the sidecar; those to other streams are not for us."""
         if getattr(message, "source", None) != self.opening.source:
             return
+        self._heard = self._now()
         if isinstance(message, wire.Unknown):
             self.alive = False
             self.introduce()
@@ -241,6 +253,12 @@ class Outbox:
     def _all_safe(self) -> bool:
         return not self.held
 
+    def _silent(self) -> bool:
+        if not self.sent:
+            return False
+        since = max(self._heard, next(iter(self.sent.values()))[1])
+        return self._now() - since > _SILENT_PERIODS * self._period_s()
+
     def _under_way(self) -> int:
         return sum(size for size, _ in self.sent.values())
 
@@ -262,7 +280,7 @@ class Outbox:
         late = self._now() - _STALE_PERIODS * self._period_s()
         for seq in [seq for seq, (_, at) in self.sent.items() if at < late]:
             del self.sent[seq]
-        room = _IN_FLIGHT - self._under_way()
+        room = min(_IN_FLIGHT, self.backlog) - self._under_way()
         for seq in list(self._spill.waiting):
             if room <= 0:
                 return

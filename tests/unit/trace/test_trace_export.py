@@ -188,7 +188,7 @@ def test_a_block_sent_twice_is_stored_once(bench):
 
 def test_more_than_the_sidecar_takes_goes_to_the_spill(bench, monkeypatch):
     """A process that is faster than its sidecar sends no more than a bound ahead; the rest waits in the spill."""
-    monkeypatch.setattr("zbus.trace.outbox.BACKLOG", 2000)
+    bench.exporter._outbox.backlog = 2000
     sent: list[int] = []
     real = bench.exporter._outbox.send
     monkeypatch.setattr(bench.exporter._outbox, "send", lambda entry: sent.append(len(entry.payload)) or real(entry))
@@ -221,7 +221,7 @@ def test_a_spool_on_a_full_disk_refuses_and_the_process_spills(bench, disk):
 
 def test_a_disk_that_takes_neither_keeps_the_oldest_and_counts_the_newest(bench, disk, monkeypatch):
     """With spool and spill full blocks stay in memory up to the bound; beyond it the newest are lost and counted."""
-    monkeypatch.setattr("zbus.trace.outbox.BACKLOG", 2000)
+    bench.exporter._outbox.backlog = 2000
     disk.full = ("/spool/", ".spill.")
     for _ in range(10):
         bench.tick(10)
@@ -244,7 +244,7 @@ def test_a_disk_that_takes_neither_keeps_the_oldest_and_counts_the_newest(bench,
 
 def test_a_loss_is_said_once_lines_find_a_place_again(bench, disk, monkeypatch):
     """What was dropped stands as zbus_loss in the file, and no number of a block is missing."""
-    monkeypatch.setattr("zbus.trace.outbox.BACKLOG", 2000)
+    bench.exporter._outbox.backlog = 2000
     bench.crash()
     disk.full = (".spill.",)
     bench.exporter._outbox.alive = False
@@ -530,7 +530,6 @@ def test_whatever_happens_every_record_is_accounted_for(  # noqa: C901  # one st
 ):
     """Random crashes, restarts, full disks, delays: recorded = written + pending + lost at every step, none twice."""
     rng = random.Random(seed)
-    monkeypatch.setattr("zbus.trace.outbox.BACKLOG", 20_000)
     bench = Bench(short_dir)
     places = ("/spool/", ".spill.", "traces_0.jsonl")
     story = []

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from zbus.testing.simulation import trace_mutants  # noqa: F401  # they join the list
 from zbus.testing.simulation.exhaustive import explore
 from zbus.testing.simulation.mutants import MUTANTS, run_mutants
 from zbus.testing.simulation.runner import Report, replay, run_for
@@ -20,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="how long to run seeds (default 10)")
     parser.add_argument("--seed", type=int, default=0, help="first seed (default 0)")
     parser.add_argument(
-        "--size", choices=("small", "large", "mixed", "registry"), default="small", help="size of the runs"
+        "--size", choices=("small", "large", "mixed", "registry", "trace"), default="small", help="size of the runs"
     )
     parser.add_argument("--failures", type=int, default=1, help="stop after so many failing seeds (default 1)")
     parser.add_argument("--replay", type=int, metavar="SEED", help="play one seed and tell its story")
@@ -36,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(report.as_json(), indent=1) if options.json else _text(report))  # noqa: T201
         return int(bool(report.failures))
     if options.shrink is not None:
-        shrunk = shrink(options.shrink, "large" if options.size == "large" else "small", lines=1000)
+        shrunk = shrink(options.shrink, options.size if options.size in ("large", "trace") else "small", lines=1000)
         print(shrunk or f"seed {options.shrink} breaks nothing")  # noqa: T201
         return int(shrunk is not None)
     if options.replay is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 __all__ = ["MS", "Knobs", "draw"]
 
@@ -62,6 +62,21 @@ class Knobs:
         cooperative: Running calls end when they are cancelled.
         unreplaced: Share of leases that run out and no replacement starts; else one does.
         garbled: Share of lost connections, and of handshakes by half, after which the transport does not try again.
+        tracing: Workers trace through a sidecar; the rest is about that, see ``tracing``.
+        trace_period: Flush period.
+        trace_blocks: Blocks of a flush are fewer.
+        trace_backlog: Bytes that a process holds in memory at most.
+        trace_pace: Time between two steps of the sidecar.
+        trace_ends: Share of flushes after which a process ends its trace in order.
+        trace_loss: Share of messages that vanish.
+        trace_duplicate: Share of messages that come twice.
+        trace_reorder: Share of messages that come late, after those sent later.
+        trace_crashes: Sidecars killed at a random time.
+        trace_crash_effects: Sidecars killed at a random effect, or in the middle of a write.
+        trace_kill_effects: Share of workers killed so by their tracing.
+        trace_pauses: How often the sidecar is stopped for a while.
+        trace_fills: How often the disk is full for a while.
+        trace_same_address: A restarted sidecar answers at the address of the old one.
     """
 
     workers: int
@@ -105,6 +120,21 @@ class Knobs:
     cooperative: bool
     garbled: float
     unreplaced: float
+    tracing: bool = False
+    trace_period: int = 40 * MS
+    trace_blocks: int = 4
+    trace_backlog: int = 1 << 20
+    trace_pace: int = MS // 2
+    trace_ends: float = 0.0
+    trace_loss: float = 0.0
+    trace_duplicate: float = 0.0
+    trace_reorder: float = 0.0
+    trace_crashes: int = 0
+    trace_crash_effects: int = 0
+    trace_kill_effects: float = 0.0
+    trace_pauses: int = 0
+    trace_fills: int = 0
+    trace_same_address: bool = False
 
     @property
     def faultless(self) -> bool:
@@ -121,6 +151,7 @@ class Knobs:
             or self.crash_sends
             or self.drains
             or self.garbled
+            or self.trace_kill_effects
             or self.callee_window < self.window_calls
         )
 
@@ -128,14 +159,21 @@ class Knobs:
 _LANES: Final = (("main",), ("main",), ("main", "side"), ("main", "ctl"), ("main", "side", "ctl"))
 
 
-def draw(rng: Random, later: Random, latest: Random, size: str = "small") -> Knobs:
+_REQUESTS: Final = {"small": 3, "large": 40, "trace": 1}
+
+
+def draw(
+    rng: Random, later: Random, latest: Random, size: str = "small", *, tracing: dict[str, Any] | None = None
+) -> Knobs:
     """Draw the knobs of one run.
 
     Args:
         rng: The run's generator.
         later: Another one, for what was added later: so the runs of old seeds stay what they were where it is off.
         latest: As ``later``, for what was added after that.
-        size: ``small`` (a few calls, for millions of schedules) or ``large`` (deep histories).
+        size: ``small`` (a few calls, for millions of schedules), ``large`` (deep histories), or ``trace`` (as small,
+            with one call: for the traces).
+        tracing: What ``trace_knobs`` draws.
     """
     r = rng.random
     large = size == "large"
@@ -154,7 +192,7 @@ def draw(rng: Random, later: Random, latest: Random, size: str = "small") -> Kno
     window = (2, 4, 8, 64)[int(r() * 4)]
     return Knobs(
         workers=1 + int(r() * (4 if large else 2.5)),
-        requests=1 + int(r() * (40 if large else 3)),
+        requests=1 + int(r() * _REQUESTS[size]),
         span=int((60 + r() * 300) * MS) * (3 if large else 1),
         delay=int((0.05 + r() * 4) * MS),
         jitter=int(r() * r() * 40 * MS),
@@ -194,4 +232,5 @@ def draw(rng: Random, later: Random, latest: Random, size: str = "small") -> Kno
         cooperative=more() < 0.12,
         garbled=newest() if not calm and newest() < 0.12 else 0.0,
         unreplaced=newest() if newest() < 0.4 else 0.0,
+        **(tracing or {}),
     )

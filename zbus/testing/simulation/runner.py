@@ -150,12 +150,15 @@ def run_seeds(seeds: Iterable[int], size: str = "small", *, stop_after: int = 1)
 
 
 def run_for(seconds: float, first_seed: int = 0, size: str = "small", *, stop_after: int = 1) -> Report:
-    """Play seeds from ``first_seed`` on for a while; every 16th run is large when ``size`` is ``mixed``."""
+    """Play seeds from ``first_seed`` on for a while.
+
+    When ``size`` is ``mixed`` every 16th run is large, and another one is about traces.
+    """
     report = Report()
     began, cpu_began = time.perf_counter(), time.process_time()
     seed = first_seed
     while time.perf_counter() - began < seconds:
-        this = ("large" if seed % 16 == 0 else "small") if size == "mixed" else size
+        this = {0: "large", 8: "trace"}.get(seed % 16, "small") if size == "mixed" else size
         if run_seed(seed, this, report=report) is not None and len(report.failures) >= stop_after:
             break
         if seed % _CLAIMS_EVERY == 0:

@@ -22,6 +22,7 @@ _SEEDS: Final = 24
 _LEAST: Final[dict[str, Any]] = {
     "workers": 1, "requests": 1, "span": 30 * MS, "delay": MS, "run": 5 * MS, "lanes": ("main",), "window_calls": 64,
     "window_bytes": 1 << 30, "callee_window": 64, "group": 1.0,
+    "trace_period": 40 * MS, "trace_blocks": 2, "trace_backlog": 1 << 20, "trace_pace": MS // 2,
 }  # fmt: skip
 """Plainest value of the knobs whose plainest value is not nothing."""
 

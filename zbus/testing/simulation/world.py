@@ -20,6 +20,8 @@ from zbus.testing.simulation.controller import SimController, SimLink
 from zbus.testing.simulation.knobs import MS, Knobs, draw
 from zbus.testing.simulation.ledger import Ledger, broken
 from zbus.testing.simulation.network import Network
+from zbus.testing.simulation.trace_knobs import draw_tracing
+from zbus.testing.simulation.tracing import Tracing
 from zbus.testing.simulation.worker import SimWorker
 
 __all__ = ["World"]
@@ -33,6 +35,8 @@ _PATIENCE: Final = 60_000 * MS
 _MAX_EVENTS: Final = 60_000
 _LATER: Final = 0x2CB78E
 """Salt of the generator of what was added later; chosen so that it is off in the runs of the corpus."""
+_TRACING: Final = 0x7ACED
+"""Salt of the generator of what tracing is like."""
 
 _LATEST: Final = 0x51B1E5
 """Salt of the generator of what was added after that."""
@@ -47,7 +51,7 @@ class World:
 
     Args:
         seed: Names the run.
-        size: ``small`` or ``large``; see ``knobs.draw``.
+        size: ``small``, ``large`` or ``trace``; see ``knobs.draw``.
         covered: Counters to add to.
         story: Where the last events are told, or None to save the time.
         knobs: Instead of drawn ones.
@@ -59,7 +63,7 @@ class World:
         "_number", "_slots", "_token", "controllers", "covered", "events", "faulty", "heap", "hello_every", "knobs",
         "later",
         "latest", "ledger", "link_names", "network", "now", "paused_until", "random", "rng", "script", "seed", "story",
-        "timing", "workers",
+        "timing", "tracing", "workers",
     )  # fmt: skip
 
     def __init__(
@@ -79,7 +83,10 @@ class World:
         self.later = later.random
         latest = Random(seed ^ _LATEST)  # noqa: S311  # as above
         self.latest = latest.random
-        self.knobs = draw(self.rng, later, latest, size) if knobs is None else knobs
+        if knobs is None:
+            traced = draw_tracing(Random(seed ^ _TRACING), size)  # noqa: S311  # as above
+            knobs = draw(self.rng, later, latest, size, tracing=traced)
+        self.knobs = knobs
         self.covered = covered
         self.story = story
         self.ledger = Ledger(covered, exact=self.knobs.journal)
@@ -96,6 +103,7 @@ class World:
         self.workers: list[SimWorker] = []
         self.controllers: list[SimController] = []
         self._slots: dict[int, SimWorker] = {}
+        self.tracing: Tracing | None = None
 
     # -- time ----------------------------------------------------------------------------------------------------
 
@@ -139,11 +147,15 @@ class World:
             if worker.alive and self.knobs.takeovers:
                 worker.check_orphans()
         self._check_gangs()
+        if self.tracing is not None:
+            self.tracing.check_end()
         if self.knobs.faultless and not self.script:
             self._check_calm()
 
     def _set_up(self) -> None:
         knobs = self.knobs
+        if knobs.tracing:
+            self.tracing = Tracing(self)
         for slot in range(knobs.workers):
             self._start_worker(slot, 0, slot)
         controller = SimController(self, 1, 1)
@@ -185,6 +197,8 @@ class World:
         """End all faults; from now on everything must come to rest."""
         self.faulty = False
         self.covered["runs that came to the end of their faults"] += 1
+        if self.tracing is not None:
+            self.tracing.heal()
         self.at(self.now + _QUIET, self._look, self.now + _PATIENCE)
 
     def _look(self, limit: int) -> None:
@@ -211,7 +225,7 @@ class World:
         for call in self.ledger.calls.values():
             if call.outcome is None and self._controller_of(call.key[1]).alive:
                 return f"{call!r} has no outcome"
-        return ""
+        return "" if self.tracing is None else self.tracing.unrest()
 
     def _check_gangs(self) -> None:
         """Check that calls that start together ran on all of their workers or on none."""
@@ -294,6 +308,8 @@ class World:
         worker = self._slots[slot] = SimWorker(self, slot, start, address)
         self.workers.append(worker)
         self.covered["started"] += 1
+        if self.tracing is not None:
+            self.tracing.adopt(worker)
         return worker
 
     def _replace(self, old: SimWorker) -> None:
