@@ -13,10 +13,11 @@ from typing import Any, Final
 from traceview.arrows import arrow_number
 from traceview.choose import read_heads
 from traceview.event import Event, args_of, encode_event
+from traceview.leftovers import find_sources
 from traceview.merge import MergeReport, merge
 from traceview.output import OutputFile
 from traceview.problems import InputError, OutputError, Problems, Warned
-from traceview.reader import Source, find_sources, read_batches
+from traceview.reader import Source, read_batches
 
 __all__ = ["FORMS", "convert", "form_of"]
 

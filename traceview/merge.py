@@ -22,10 +22,10 @@ from traceview.choose import Choice, choose, total_bytes
 from traceview.chrome import ChromeEncoder, chrome_end, chrome_head
 from traceview.crew import run_parts
 from traceview.keep import Keep
+from traceview.leftovers import find_sources
 from traceview.output import OutputFile
 from traceview.part import FORMAT, Encoder, PartJob, PartReport, ProcessReport
 from traceview.problems import InputError, Problems, Warned
-from traceview.reader import find_sources
 from traceview.steps import step_windows
 
 __all__ = ["FORMAT", "MergeReport", "ProcessReport", "encoder_of", "merge", "output_format"]

@@ -555,7 +555,9 @@ class _Part:
         for process in self._processes:
             report = process.report
             if report.complete is False:
-                text = f"{self._label} has no end event: {report.name or 'its process'} did not end in order"
+                name = report.name or "its process"
+                text = f"{self._label} has no end event: {name} was killed, and what it recorded in its last flush period"
+                text += " (0.25 s unless configured) may be missing"
                 self._problem("ZT0110", "no_end", text)
 
     # -- writing ---------------------------------------------------------------------------------------------------

@@ -32,10 +32,14 @@ CODES: Final = {
     "ZT0115": "the trace data is incomplete and --strict was given",
     "ZT0116": "the output is larger than viewers like",
     "ZT0117": "a span grew by more than --fail-over allows",
+    "ZT0118": "blocks of records are missing: nobody counted what was in them",
+    "ZT0119": "a sidecar did not end in order: what it left in its spool was read",
 }
 """Every code of traceview with its meaning."""
 
-_INCOMPLETE: Final = frozenset({"ZT0102", "ZT0103", "ZT0106", "ZT0107", "ZT0109", "ZT0110", "ZT0111", "ZT0113"})
+_INCOMPLETE: Final = frozenset(
+    {"ZT0102", "ZT0103", "ZT0106", "ZT0107", "ZT0109", "ZT0110", "ZT0111", "ZT0113", "ZT0118"}
+)
 
 
 class InputError(ZbusError):

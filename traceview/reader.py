@@ -58,6 +58,7 @@ class Source:
         label: To show: relative to the input the user named.
         role, rank: As far as the path tells; None where it does not.
         spill: A second file of the same process, to be read after this one.
+        size: Bytes to read, if not all: what follows is torn and stands whole in the spill.
     """
 
     path: Path
@@ -65,6 +66,7 @@ class Source:
     role: str | None = None
     rank: int | None = None
     spill: Path | None = None
+    size: int | None = None
 
     @property
     def packed(self) -> bool:
@@ -240,8 +242,10 @@ def read_bytes(source: Source, problems: Problems) -> Iterator[bytes]:
         elif data.startswith(_GZIP):
             yield from _inflate_gz(source, data, file, problems)
         else:
-            while data:
-                yield data
+            left = source.size
+            while data and (left is None or left > 0):
+                yield data if left is None else data[:left]
+                left = None if left is None else left - len(data)
                 data = file.read(_CHUNK)
 
 

@@ -16,9 +16,10 @@ from traceview.align import MAX_US
 from traceview.choose import Choice, choose
 from traceview.distribution import Distribution
 from traceview.event import NO_ARGS, Event, args_of
+from traceview.leftovers import find_sources
 from traceview.pairs import ANSWERED
 from traceview.problems import Problems
-from traceview.reader import Blocks, find_sources, read_batches
+from traceview.reader import Blocks, read_batches
 from traceview.steps import StepFinder, Steps
 
 __all__ = ["MAX_SPANS", "Call", "Rank", "Spans", "Survey", "survey"]

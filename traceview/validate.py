@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from traceview.event import Event, args_of, encode_event
+from traceview.leftovers import find_sources
 from traceview.output import OutputFile
 from traceview.problems import InputError, OutputError, Problems
-from traceview.reader import Blocks, Source, find_sources, read_batches
+from traceview.reader import Blocks, Source, read_batches
 
 __all__ = ["validate_files"]
 
@@ -24,6 +25,13 @@ class _File:
     lost: int = 0
     blocks: Blocks = field(default_factory=Blocks)
     open: Counter[tuple[int, int]] = field(default_factory=Counter)
+    sources: set[str] = field(default_factory=set)
+
+    def begin(self, source: str) -> None:
+        """Count a process that begins; a spill opens with the same one again."""
+        if not source or source not in self.sources:
+            self.begun += 1
+        self.sources.add(source)
 
 
 def validate_files(inputs: Collection[str], problems: Problems, *, repair: Path | None = None) -> list[dict[str, Any]]:
@@ -61,7 +69,7 @@ def _validate(source: Source, problems: Problems, repair: Path | None) -> dict[s
         _read(source, problems, seen, None)
     else:
         target = _target(source, repair)
-        with OutputFile(target) as out:
+        with OutputFile(target) as out:  # the spill goes into the same file
             _read(source, problems, seen, out)
             out.commit()
     still = sum(count for count in seen.open.values() if count > 0)
@@ -97,6 +105,13 @@ def _target(source: Source, repair: Path) -> Path:
 
 
 def _read(source: Source, problems: Problems, seen: _File, out: OutputFile | None) -> None:
+    """Read a file, and its spill as a second part of it."""
+    _read_one(source, problems, seen, out)
+    if source.spill is not None:
+        _read_one(Source(source.spill, f"{source.label} (spill)"), problems, seen, out)
+
+
+def _read_one(source: Source, problems: Problems, seen: _File, out: OutputFile | None) -> None:
     for batch in read_batches(source, problems, 0, seen.blocks):
         for event in batch:
             _check(event, source, problems, seen)
@@ -112,7 +127,8 @@ def _check(event: Event, source: Source, problems: Problems, seen: _File) -> Non
             problems.add("ZT0108", "bad_duration", f"{source.label} has a span without a valid duration")
             event.dur = 0.0
     elif phase == "M":
-        seen.begun += event.name == "zbus_meta"
+        if event.name == "zbus_meta":
+            seen.begin(str(args_of(event).get("source") or ""))
         seen.ended += event.name == "zbus_end"
         if event.name == "zbus_loss":
             lost = args_of(event).get("lost")

@@ -40,6 +40,16 @@ class SeqSet:
         other._below, other._more = self._below, set(self._more)
         return other
 
+    def missing(self) -> list[int]:
+        """Return the numbers below the highest that are not in the set."""
+        if not self._more:
+            return []
+        return [seq for seq in range(self._below, max(self._more)) if seq not in self._more]
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(self._below)
+        yield from sorted(self._more)
+
     def __contains__(self, seq: int) -> bool:
         return seq < self._below or seq in self._more
 

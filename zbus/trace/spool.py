@@ -22,7 +22,7 @@ from zbus.trace.intake import SeqSet
 from zbus.trace.tracefile import trace_path
 from zbus.trace.writer import opening_lines
 
-__all__ = ["SeqSet", "SourceLines", "Spool", "SpoolPart", "read_spool", "scan_blocks"]
+__all__ = ["SeqSet", "SourceLines", "Spool", "SpoolPart", "block_at", "read_spool", "scan_blocks"]
 
 _MARK: Final = b'{"name":"zbus_block"'
 _ROTATE: Final = 8 << 20
@@ -126,12 +126,28 @@ def _marked(line: bytes) -> tuple[str, int, int] | None:
         return None
 
 
+def block_at(path: Path, offset: int) -> tuple[str, int] | None:
+    """Return (source, seq) of the block whose marker stands at an offset of a file; None if none does.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file:
+        file.seek(offset)
+        found = _marked(file.readline(1 << 16))
+    return None if found is None else found[:2]
+
+
 class SpoolPart(NamedTuple):
-    """Some lines from a spool: the file they belong to, and they themselves (with the block's marker)."""
+    """Some lines from a spool: the file they belong to, and they themselves (with the block's marker).
+
+    ``seq`` is the number of the block, None where these are the lines that open the file.
+    """
 
     path: Path
     source: str
     data: bytes
+    seq: int | None = None
 
 
 def read_spool(path: Path) -> Iterator[SpoolPart]:
@@ -155,10 +171,10 @@ def read_spool(path: Path) -> Iterator[SpoolPart]:
                 yield SpoolPart(source.path, source.source, source.opening())
         elif isinstance(message, wire.Data) and message.source in sources:
             source = sources[message.source]
-            yield SpoolPart(source.path, source.source, source.lines(message, payload)[0])
+            yield SpoolPart(source.path, source.source, source.lines(message, payload)[0], message.seq)
         elif isinstance(message, wire.End) and message.source in sources:
             source = sources[message.source]
-            yield SpoolPart(source.path, source.source, source.end(message))
+            yield SpoolPart(source.path, source.source, source.end(message), message.seq)
 
 
 def _frames(path: Path) -> Iterator[tuple[wire.ToSidecar, bytes]]:
