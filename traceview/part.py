@@ -555,9 +555,8 @@ class _Part:
         for process in self._processes:
             report = process.report
             if report.complete is False:
-                name = report.name or "its process"
-                text = f"{self._label} has no end event: {name} was killed, and what it recorded in its last flush period"
-                text += " (0.25 s unless configured) may be missing"
+                text = f"{self._label} has no end event: {report.name or 'its process'} did not end in order"
+                text += "; if it was killed, its last flush period (0.25 s unless configured) is missing"
                 self._problem("ZT0110", "no_end", text)
 
     # -- writing ---------------------------------------------------------------------------------------------------
