@@ -20,6 +20,7 @@ from typing import Any, Final, Self
 
 from msgspec import structs
 
+from controller.clocks import ClockWatch
 from controller.context import current_run
 from controller.group import DEFAULT_DEADLINE_S, Group
 from controller.late import Patience
@@ -46,7 +47,7 @@ from zbus.runtime.journal import journal_file, read_journal
 from zbus.runtime.processes import boot_id, start_time
 from zbus.trace import control
 from zbus.trace.config import TraceConfig
-from zbus.trace.tracefile import time_namespace
+from zbus.trace.tracefile import clock_id, time_namespace
 from zbus.trace.tracer import Tracer
 from zbus.transport.client import Client, Peer, PeerState
 from zbus.transport.endpoints import RuntimeDir, bind_endpoints
@@ -353,6 +354,7 @@ class Controller:
         session = bytes.fromhex(epoch.session)
         client = self._client = Client(session=session, epoch=epoch.epoch, factory=factory)  # type: ignore[arg-type]  # a NewType of bytes
         closers.callback(client.close)
+        self._watch_clocks(client)
         made = entries(epoch.epoch)
         members = self._members = Members(
             client,
@@ -489,6 +491,14 @@ class Controller:
             settings, role="controller", rank=self._trace_rank, start=0 if epoch is None else epoch.epoch - 1
         )
         self._closers.callback(control.reset, "controller", self._trace_rank)
+
+    def _watch_clocks(self, client: Client) -> None:
+        """Measure the clocks of other hosts while anything is traced."""
+        tracer = self._tracer
+        writer = control.writer_of(tracer) if tracer is not None else None
+        if tracer is not None and writer is not None:
+            watch = ClockWatch(client, clock_id(), lambda: tracer.rpc and writer.opened, writer.note_clock)
+            self._closers.callback(watch.close)
 
     def _launch_inline(self, plan: _Plan) -> None:
         from controller.scheduling.inline import InlineRuntime

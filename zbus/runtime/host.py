@@ -34,6 +34,7 @@ from zbus.runtime.loader import digest_of, load_engine
 from zbus.runtime.processes import boot_id, start_time
 from zbus.trace import control
 from zbus.trace.config import TraceConfig
+from zbus.trace.tracefile import time_namespace
 from zbus.trace.tracer import get_tracer
 from zbus.transport.endpoints import RuntimeDir, bind_endpoints
 from zbus.transport.security import ProcessKeys
@@ -138,6 +139,7 @@ class _Host:
             describe=self.describe,
             on_cancel=self._cancel,
             on_credit=self._credit,
+            on_clock=control.note_clock,
             guest_lanes=None,
         )
         failpoints.configure(os.environ.get(failpoints.VARIABLE))
@@ -246,6 +248,7 @@ class _Host:
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "boot_id": boot_id(),
+            "time_ns": time_namespace(),
             "incarnation": self.config.incarnation,
             "start": self.config.start,
             "world_size": self.config.world_size,

@@ -45,7 +45,12 @@ class ClockFilter:
 
     Args:
         window_ns: A window ends after this time on our clock …
-        min_samples: … and at least this many exchanges; the first one ends with the samples alone.
+        min_samples: … and at least this many exchanges, or after twice the time whatever their number; the first one
+            ends with the exchanges alone.
+
+    Attributes:
+        rejected: Exchanges that cannot be.
+        jumps: Times that an exchange contradicted those before it.
     """
 
     def __init__(self, *, window_ns: int = 30_000_000_000, min_samples: int = 128) -> None:
@@ -55,7 +60,10 @@ class ClockFilter:
         self._since: int | None = None
         self._n = 0
         self._recent: deque[ClockPoint] = deque(maxlen=2)
+        self._last: ClockPoint | None = None
+        self._urgent = False
         self.rejected = 0
+        self.jumps = 0
 
     @property
     def samples(self) -> int:
@@ -71,7 +79,8 @@ class ClockFilter:
         """Take one exchange; return the window's point if this one ends it.
 
         An exchange that cannot be (the answer before the question, more time spent there than it took) is counted
-        and ignored.
+        and ignored. One that contradicts those before it ends their window and begins the next, whose first point
+        comes with the exchange after it.
         """
         rtt = (t4 - t1) - (t3 - t2)
         if t4 < t1 or t3 < t2 or rtt < 0:
@@ -81,19 +90,42 @@ class ClockFilter:
         span = t4 - t1
         bound = (high - low + 1) // 2 + int(span * _DRIFT_LIMIT) + _RESOLUTION_NS
         point = ClockPoint((t1 + t4) // 2, (low + high) // 2, bound, rtt, self._n + 1)
+        if self._jumped(point):
+            return self._begin_anew(t1, point)
         self._since = t1 if self._since is None else self._since
         self._n += 1
+        self._last = point
         if self._best is None or rtt < self._best.rtt_ns:
             self._best = point
-        first = not self._recent
-        if self._n >= self._min_samples and (first or t4 - self._since >= self._window_ns):
+        age = t4 - self._since
+        enough = self._n >= self._min_samples and (not self._recent or age >= self._window_ns)
+        if enough or self._urgent or age >= 2 * self._window_ns:
             return self.finish()
         return None
+
+    def _jumped(self, point: ClockPoint) -> bool:
+        known = self._best or (self._recent[-1] if self._recent else None)
+        return known is not None and _apart(known, point)
+
+    def _begin_anew(self, since_ns: int, point: ClockPoint) -> ClockPoint | None:
+        """End the window with what is known at its last exchange, and begin one with ``point``."""
+        self.jumps += 1
+        best, last, n = self._best, self._last, self._n
+        self._best, self._last, self._since, self._n = point, point, since_ns, 1
+        self._recent.clear()
+        self._urgent = True
+        if best is None or last is None:
+            return None
+        drifted = best.bound_ns + int((last.at_ns - best.at_ns) * _DRIFT_LIMIT)
+        if drifted < last.bound_ns:
+            last = last._replace(offset_ns=best.offset_ns, bound_ns=drifted, rtt_ns=best.rtt_ns)
+        return last._replace(n=n)
 
     def finish(self) -> ClockPoint | None:
         """End the window now and return its point; None if it had no exchange."""
         best, n = self._best, self._n
-        self._best, self._since, self._n = None, None, 0
+        self._best, self._last, self._since, self._n = None, None, None, 0
+        self._urgent = False
         if best is None:
             return None
         drift = 0
@@ -130,6 +162,10 @@ def offset_at(points: Sequence[ClockPoint], at_ns: int) -> tuple[int, int]:
     width = b.at_ns - a.at_ns
     if width <= 0:
         return b.offset_ns, max(a.bound_ns, b.bound_ns)
+    if _apart(a, b):  # a jump somewhere between them
+        near = a if at_ns - a.at_ns < b.at_ns - at_ns else b
+        open_ns = abs(b.offset_ns - a.offset_ns) if a.at_ns < at_ns < b.at_ns else 0
+        return near.offset_ns, near.bound_ns + open_ns + int(abs(at_ns - near.at_ns) * _DRIFT_LIMIT)
     along = (at_ns - a.at_ns) / width
     offset = a.offset_ns + round((b.offset_ns - a.offset_ns) * along)
     if 0 <= along <= 1:
@@ -137,6 +173,11 @@ def offset_at(points: Sequence[ClockPoint], at_ns: int) -> tuple[int, int]:
     beyond = -along if along < 0 else along - 1
     nearest = a if along < 0 else b
     return offset, round(nearest.bound_ns + beyond * (a.bound_ns + b.bound_ns)) + _wander(beyond * width)
+
+
+def _apart(a: ClockPoint, b: ClockPoint) -> bool:
+    """Return whether no clock that only drifts comes from one point to the later other."""
+    return abs(b.offset_ns - a.offset_ns) > a.bound_ns + b.bound_ns + int((b.at_ns - a.at_ns) * _DRIFT_LIMIT)
 
 
 def _wander(distance_ns: float) -> int:

@@ -17,8 +17,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.errors import ConfigError
+from zbus.trace.blocks import ClockLine
 from zbus.trace.config import TraceConfig
 from zbus.trace.session_file import SessionWriter
 from zbus.trace.tracer import INSTANT, Tracer, get_tracer, set_default_tracer
@@ -28,6 +31,7 @@ __all__ = [
     "config_perf_tracer",
     "configure",
     "mark_step",
+    "note_clock",
     "reset",
     "save_perf_tracer",
     "shutdown",
@@ -157,6 +161,21 @@ def writer_of(tracer: Tracer) -> TraceWriter | None:
     with _lock:
         writer = _writers.get((tracer.role, tracer.rank))
         return writer if writer is not None and writer.tracer is tracer else None
+
+
+def note_clock(told: bytes) -> None:
+    """Have all traces of this process say what somebody found out about its clock; anything else is ignored.
+
+    Args:
+        told: A ``zbus.trace.blocks.ClockLine`` as msgpack.
+    """
+    try:
+        line = msgspec.msgpack.decode(told, type=ClockLine)
+    except msgspec.DecodeError:
+        return
+    for writer in list(_writers.values()):
+        if writer.opened:
+            writer.note_clock(line)
 
 
 def reset(role: str | None = None, rank: int | None = None) -> None:

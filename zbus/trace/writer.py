@@ -10,11 +10,12 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from zbus.clock import SYSTEM_CLOCK, Clock
-from zbus.trace.blocks import Block, LossLine, ThreadPart, encode_block, expand
+from zbus.trace.blocks import Block, ClockLine, LossLine, ThreadPart, encode_block, expand
 from zbus.trace.config import TraceConfig
 from zbus.trace.events import Event, Expander, encode_event
 from zbus.trace.tracefile import (
@@ -35,6 +36,7 @@ __all__ = ["FORMAT", "LOOK_S", "Outlet", "TraceWriter", "boot_id", "opening_line
 _BLOCK: Final = 2048
 _MAX_PAYLOAD: Final = 4 << 20
 _STOP_S: Final = 5.0
+_CLOCKS: Final = 1024
 LOOK_S: Final = 1.0
 """Seconds between looks for a sidecar."""
 
@@ -109,6 +111,7 @@ class TraceWriter:
         self._names: dict[int, str] = {}
         self._expander = Expander(0, 0, "")
         self._unsaid: dict[str, list[int]] = {}  # reason -> [lost, since_ns], not in the file yet
+        self._clocks: deque[ClockLine] = deque(maxlen=_CLOCKS)
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -172,6 +175,10 @@ class TraceWriter:
                 lost[reason] = lost.get(reason, 0) + count
         recorded = written + pending + sum(lost.values())
         return {"recorded": recorded, "written": written, "pending": pending, "lost": lost}
+
+    def note_clock(self, line: ClockLine) -> None:
+        """Have what is known of another clock written with the next flush. Never waits; any thread."""
+        self._clocks.append(line)
 
     # -- for the outlet -------------------------------------------------------------------------------------------
 
@@ -245,6 +252,7 @@ class TraceWriter:
         self._wake = threading.Event()
         self.written, self.lost, self._unsaid = 0, {}, {}
         self._names, self._outlet = {}, None
+        self._clocks.clear()
         self._file.close()
         self.source = new_source()
         self.path = self._base.with_name(f"{self._base.name.removesuffix('.jsonl')}.fork{os.getpid()}.jsonl")
@@ -281,6 +289,7 @@ class TraceWriter:
             if gone and not ring.items:
                 self.tracer.forget(ring)
         self._say_lost()
+        self._say_clocks()
 
     def _put(self, part: ThreadPart) -> None:
         records = len(part.records)
@@ -327,6 +336,15 @@ class TraceWriter:
                 del self._unsaid[reason]
             elif self._file.append(expand(block, self._expander, self._names, self._who(), self._pid).data):
                 del self._unsaid[reason]
+
+    def _say_clocks(self) -> None:
+        while self._clocks:
+            block = Block(clocks=[self._clocks[0]])
+            if self._outlet is not None:
+                self._outlet.offer(encode_block(block), 0)
+            elif not self._file.append(expand(block, self._expander, self._names, self._who(), self._pid).data):
+                return  # full disk: the next flush tries again
+            self._clocks.popleft()
 
 
 def opening_lines(facts: dict[str, Any], expander: Expander) -> bytes:

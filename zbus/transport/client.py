@@ -44,7 +44,7 @@ from zbus.transport.multipart import Socket
 from zbus.transport.reactor import Reactor
 from zbus.transport.sockets import SocketFactory
 
-__all__ = ["ChunkSink", "Client", "Peer", "PeerState", "Placed", "Sink"]
+__all__ = ["ChunkSink", "Client", "Exchange", "Peer", "PeerState", "Placed", "Sink"]
 
 log = logging.getLogger("zbus.client")
 
@@ -55,6 +55,10 @@ Sink = Callable[[int, int, Outcome], None]
 
 ChunkSink = Callable[[int, int, Buffers], None]
 """``sink(member index, chunk number, buffers)``: each item of a stream, in order."""
+
+
+Exchange = tuple[int, int, int, int]
+"""When we asked, when the other got it, when it answered, when we got that; each on its own monotonic clock, in ns."""
 
 
 class PeerState(enum.Enum):
@@ -184,6 +188,8 @@ class _Link:
             client.reactor.note_due(machine.due_ns)
         elif kind == Kind.WELCOME:
             self._on_welcome(buffers)
+        elif kind == Kind.PONG:
+            self._on_pong(buffers)
         elif kind != Kind.NACK:
             client.count("unexpected")
         elif (header.incarnation, header.epoch) == (self.peer.incarnation, client.epoch):
@@ -207,10 +213,21 @@ class _Link:
             return
         again = not self.machine.welcomed(now)
         self.peer.welcome.update(welcome)
+        asked, met = welcome.get("t_hello"), welcome.get("t")
+        if type(asked) is int and type(met) is int and 0 < asked <= now:
+            self.client.on_exchange(self.peer, (asked, met, met, now))
         if not again:
             for lane in self.lanes.values():
                 self.client.execute(lane, lane.machine.on_connected(int(cursors.get(lane.machine.lane, 0)), now))
         self.peer.refresh()
+
+    def _on_pong(self, buffers: Sequence[Buffer]) -> None:
+        now = self.client.clock.monotonic_ns()
+        try:
+            asked, (met, left) = msgpack.unpackb(buffers[0]), msgpack.unpackb(buffers[1])
+            self.client.on_exchange(self.peer, (int(asked), int(met), int(left), now))
+        except Exception:  # as of a WELCOME  # noqa: BLE001
+            self.client.count("bad_pong")
 
     def _on_refusal(self, header: Header) -> None:
         if header.status == Status.NO_SESSION:
@@ -315,6 +332,10 @@ def _ignore_state(_peer: Peer, _state: PeerState) -> None:
     """Default of ``Client.on_state``."""
 
 
+def _ignore_exchange(_peer: Peer, _stamps: Exchange) -> None:
+    """Default of ``Client.on_exchange``."""
+
+
 class Client:
     """All connections of one session. Methods may be called from any thread unless they say otherwise.
 
@@ -325,6 +346,10 @@ class Client:
         clock: Monotonic clock for deadlines.
         name: Who calls, for the callee's logs.
         timing: Probe and grace times.
+
+    Attributes:
+        on_state: Told of each change of a peer, under the lock.
+        on_exchange: Told of each exchange of timestamps with a peer (HELLO and WELCOME, PING and PONG), under the lock.
     """
 
     def __init__(
@@ -345,6 +370,7 @@ class Client:
         self.name = name
         self.reactor = Reactor(clock=clock, name="zbus-client")
         self.on_state: Callable[[Peer, PeerState], None] = _ignore_state
+        self.on_exchange: Callable[[Peer, Exchange], None] = _ignore_exchange
         self.counters: dict[str, int] = {}
         self._timing = timing
         self._peers: list[Peer] = []
@@ -417,6 +443,23 @@ class Client:
                     self.execute(lane, lane.machine.give_up(reason, evidence, now))
             peer.lost = (reason, evidence)
             peer.refresh()
+            return True
+
+    def ping(self, peer: Peer, told: bytes | None = None) -> bool:
+        """Ask a peer for the time, on its ``ctl`` link; False if that is not ready.
+
+        Args:
+            peer: Whom.
+            told: What it is told by the way, for its ``on_clock``.
+        """
+        with gate, self.reactor.lock:
+            link = peer.links.get("ctl")
+            if self._closed or link is None or link.machine.state is not LinkState.READY:
+                return False
+            header = Header(Kind.PING, self.session, self.epoch, peer.incarnation, "ctl")
+            asked = msgpack.packb(self.clock.monotonic_ns())
+            link.channel.send(header, (asked,) if told is None else (asked, told))
+            link.channel.check()
             return True
 
     # -- calls ---------------------------------------------------------------------------------------------------

@@ -84,6 +84,7 @@ class Server:
         describe: Facts for WELCOME (pid, host, …): msgpack-able values.
         on_cancel: Told of each cancel of a running request, under the lock.
         on_credit: Told of each stream credit, under the lock.
+        on_clock: Given what a caller of this epoch found out about the two clocks, as bytes, under the lock.
         guest_lanes: Lanes a guest may use; None for all.
     """
 
@@ -98,6 +99,7 @@ class Server:
         describe: Callable[[], Mapping[str, Any]] = dict,
         on_cancel: Callable[[CancelRunning], None] | None = None,
         on_credit: Callable[[StreamCredit], None] | None = None,
+        on_clock: Callable[[bytes], None] | None = None,
         guest_lanes: Sequence[str] | None = ("ctl",),
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -112,6 +114,7 @@ class Server:
         self._describe = describe
         self._on_cancel = on_cancel
         self._on_credit = on_credit
+        self._on_clock = on_clock
         self._bus = Reactor(clock=clock, lock=self.lock, name="zbus-bus")
         self._main = Reactor(clock=clock, lock=self.lock, name="zbus-main")
         self._channels: dict[str, Channel] = {}
@@ -398,10 +401,17 @@ class Server:
         elif kind == Kind.HELLO:
             self._on_hello(link, header, buffers, peer, now)
         elif kind == Kind.PING:
-            self._channels[link].send(header._replace(kind=Kind.PONG), buffers, peer)
+            self._on_ping(link, header, buffers, peer, now)
         elif link == "ctl" or "ctl" not in self._channels:
             self._do(self.callee.bye(header.session))
             self._check_other(link)
+
+    def _on_ping(self, link: str, header: Header, buffers: Sequence[Buffer], peer: bytes, now: int) -> None:
+        """Say when it came and when the answer left; take what the caller found out."""
+        stamps = msgpack.packb((now, self._now()))
+        self._channels[link].send(header._replace(kind=Kind.PONG), (*buffers[:1], stamps), peer)
+        if len(buffers) > 1 and self._on_clock is not None and self.callee.knows(header.session):
+            self._on_clock(bytes(buffers[1]))
 
     def _on_hello(self, link: str, header: Header, buffers: Sequence[Buffer], peer: bytes, now: int) -> None:
         channel = self._channels[link]

@@ -120,6 +120,42 @@ def test_the_drift_is_said():
         assert abs(point.drift_ppb + 50_000) < 2_000
 
 
+@pytest.mark.parametrize("by_s", [2.0, -2.0, 0.05])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_jump_begins_a_new_line_and_the_bound_holds_on_both_sides(seed, by_s):
+    """A host that sleeps, or a clock that is set, is seen with the next exchange; nothing before or after it bends."""
+    network = Network(seed, SKEWS[0], there_us=40, back_us=40, load_us=200)
+    clocks = ClockFilter(window_ns=5_000_000_000, min_samples=20)
+    points, truth, real = [], [], 1_000_000_000
+    for number in range(300):
+        if number == 150:
+            network.clock.ahead_ns += round(by_s * 1e9)
+            real += max(0, round(-by_s * 1e9))  # asleep: our clock stood still, it did not go back
+        stamps = network.exchange(real)
+        if number != 149:  # the last moment before is not sampled
+            truth.append((stamps[0], network.truth(stamps[0])))
+            point = clocks.add(*stamps)
+            if point is not None:
+                points.append(point)
+        real += 250_000_000
+    assert clocks.jumps == 1
+    for at, true in truth:
+        offset, bound = offset_at(points, at)
+        assert abs(offset - true) <= bound
+    jumps = [(a, b) for a, b in pairwise(points) if abs(b.offset_ns - a.offset_ns + by_s * 1e9) < 1e7]
+    [(before, after)] = jumps
+    assert 0 < after.at_ns - before.at_ns - max(0, by_s * 1e9) < 1_100_000_000
+    assert after.drift_ppb == 0
+
+
+def test_few_exchanges_end_a_window_too():
+    """Where questions are rare a window ends after twice its time, with what it has."""
+    network = Network(1, SKEWS[0], there_us=40, back_us=40, load_us=10)
+    clocks = ClockFilter(window_ns=30_000_000_000, min_samples=128)
+    found = [clocks.add(*network.exchange(1_000_000_000 + n * 10_000_000_000)) for n in range(30)]
+    assert sum(point is not None for point in found) == 4
+
+
 def test_impossible_exchanges_are_counted_and_ignored():
     """An answer before the question, or one that took longer than the whole, tells nothing."""
     clocks = ClockFilter(min_samples=1)
