@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,7 +23,7 @@ from traceview.align import (
     measured,
 )
 from traceview.envelope import Limits, fit
-from traceview.event import Event, args_of, decode_event
+from traceview.event import BAD_JSON, Event, args_of, decode_event
 from traceview.pairs import Pairs, read_pairs
 from traceview.problems import InputError, Problems
 from traceview.reader import Source, read_events
@@ -261,7 +260,7 @@ def _points(source: Source) -> list[ClockPoint]:
 def _point_of(line: bytes) -> ClockPoint | None:
     try:
         event: Event = decode_event(line)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except BAD_JSON:
         return None
     return clock_point(args_of(event), event.ts) if event.name == "zbus_clock" else None
 

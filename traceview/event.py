@@ -16,6 +16,8 @@ import msgspec
 from traceview.problems import Problems
 
 __all__ = [
+    "BAD_JSON",
+    "MAX_DEPTH",
     "NO_ARGS",
     "PHASES",
     "Event",
@@ -60,8 +62,14 @@ class Event(msgspec.Struct, omit_defaults=True, gc=False):
     args: msgspec.Raw = NO_ARGS
 
 
+MAX_DEPTH: Final = 64
+"""Args nested deeper than this are cut where they have to be taken apart."""
+
+BAD_JSON: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for damage, or for values that are nested too deep."""
+
 decode_event = msgspec.json.Decoder(Event).decode
-"""Decode one line; raises ``msgspec.DecodeError`` for anything but a well-typed event object."""
+"""Decode one line; raises one of ``BAD_JSON`` for anything but a well-typed event object."""
 
 decode_lines = msgspec.json.Decoder(Event).decode_lines
 """As ``decode_event`` for many lines at once."""
@@ -85,8 +93,11 @@ def args_of(event: Event) -> dict[str, Any]:
         return {}
     try:
         args = _decode_any(event.args)
-    except msgspec.DecodeError:
-        return {}
+    except BAD_JSON:
+        try:
+            args = json.loads(bytes(event.args))  # takes numbers too large for any type, as infinity
+        except (ValueError, RecursionError):
+            return {}
     return args if isinstance(args, dict) else {}
 
 
@@ -227,13 +238,15 @@ def _text(value: Any) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, depth: int = MAX_DEPTH) -> Any:
     if isinstance(value, str):
         return _text(value)
+    if isinstance(value, dict | list) and not depth:
+        return "…"
     if isinstance(value, dict):
-        return {_text(k): _plain(v) for k, v in value.items()}
+        return {_text(k): _plain(v, depth - 1) for k, v in value.items()}
     if isinstance(value, list):
-        return [_plain(v) for v in value]
+        return [_plain(v, depth - 1) for v in value]
     if isinstance(value, Decimal):
         return float(value)
     if isinstance(value, int) and not _INT_MIN <= value <= _INT_MAX:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from traceview.align import MAX_US
 from traceview.envelope import Limits
-from traceview.event import NO_ARGS
+from traceview.event import BAD_JSON, NO_ARGS
 from traceview.problems import Problems
 from traceview.reader import Source, read_batches
 
@@ -226,7 +226,7 @@ class _Calls:
     def _line(self, line: bytes, base_us: int) -> None:
         try:
             event = _decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except BAD_JSON:
             return  # counted by whoever reads the file for its events
         if event.ph == "X":
             self._take(event.name, event.ts - base_us, event.dur, event.args)
@@ -238,7 +238,7 @@ class _Calls:
                     continue
                 try:
                     args = _decode_args(raw)
-                except (msgspec.DecodeError, UnicodeDecodeError):
+                except BAD_JSON:
                     continue
                 if event.ts is not None and not zlib.crc32(args.call.encode()) & self._skip:
                     self._take(event.name, event.ts, event.dur or 0.0, args)
@@ -256,7 +256,7 @@ class _Calls:
                 self._worker(key, ts, ts + dur)
             return
         key = _key(args.call)
-        if kind == "wire":
+        if kind in {"send", "wire"}:  # the earlier: a request may arrive before the caller notes that it was sent
             self._caller(key, ts, None)
         elif kind == "client":
             self._caller(key, None, ts + dur if args.outcome in ANSWERED else None)

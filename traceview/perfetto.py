@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from traceview.arrows import arrow_number
-from traceview.event import NO_ARGS, Event, args_of
+from traceview.event import MAX_DEPTH, NO_ARGS, Event, args_of
 
 __all__ = ["PerfettoEncoder", "process_packet", "thread_packet", "varint"]
 
@@ -301,7 +301,7 @@ def _flow(bind_id: int | str) -> bytes:
     return b"\xf9\x02" + packed  # flow_ids
 
 
-def _value(value: Any) -> bytes:
+def _value(value: Any, depth: int = MAX_DEPTH) -> bytes:
     """Return the value fields of a DebugAnnotation."""
     kind = type(value)
     if kind is str:
@@ -316,8 +316,10 @@ def _value(value: Any) -> bytes:
         return b"\x18" + varint(value) if 0 <= value < 1 << 64 else _text(b"\x32", str(value))
     if kind is float:
         return b"\x29" + struct.pack("<d", value)
+    if kind in (dict, list) and not depth:
+        return _text(b"\x32", "…")
     if kind is dict:
-        return b"".join(_chunk(b"\x5a", _text(b"\x52", str(k)) + _value(v)) for k, v in value.items())
+        return b"".join(_chunk(b"\x5a", _text(b"\x52", str(k)) + _value(v, depth - 1)) for k, v in value.items())
     if kind is list:
-        return b"".join(_chunk(b"\x62", _value(v)) for v in value)
+        return b"".join(_chunk(b"\x62", _value(v, depth - 1)) for v in value)
     return _text(b"\x32", "null")

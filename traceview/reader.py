@@ -18,7 +18,17 @@ from typing import IO, Final
 
 import msgspec
 
-from traceview.event import NO_ARGS, Event, Repairer, args_of, decode_event, decode_lines, encode_args, exact_float
+from traceview.event import (
+    BAD_JSON,
+    NO_ARGS,
+    Event,
+    Repairer,
+    args_of,
+    decode_event,
+    decode_lines,
+    encode_args,
+    exact_float,
+)
 from traceview.problems import InputError, Problems
 
 __all__ = [
@@ -305,7 +315,7 @@ def _is_document(start: bytes) -> bool:
     line = start.partition(b"\n")[0]
     try:
         first = msgspec.json.decode(line)
-    except msgspec.DecodeError:
+    except BAD_JSON:
         if start[:1] == b"[":
             return True
         return b'"traceEvents"' in start or line.strip() == b"{" or b'"ph"' not in line
@@ -388,7 +398,7 @@ def _quick(piece: bytes) -> list[Event] | None:
         events = decode_lines(piece)
         if not piece.isascii():
             piece.decode()
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except BAD_JSON:
         return None
     if not {event.ph for event in events} <= _FAST_PHASES:
         return None
@@ -407,7 +417,7 @@ def _fast(line: bytes) -> Event | None:
         event = decode_event(line)
         if not line.isascii():
             line.decode()
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except BAD_JSON:
         return None
     phase = event.ph
     return event if phase in _FAST_PHASES and (event.ts is not None or phase == "M") else None
@@ -419,7 +429,7 @@ def _is_other(line: bytes) -> bool:
         return False
     try:
         value = msgspec.json.decode(line)
-    except msgspec.DecodeError:
+    except BAD_JSON:
         return False
     return isinstance(value, dict) and bool(value)
 
@@ -482,7 +492,7 @@ def _raw_events(data: bytes) -> list[msgspec.Raw] | None:
     try:
         data.decode()
         return _decode_array(data) if data.startswith(b"[") else _decode_document(data).traceEvents
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except BAD_JSON:
         return None
 
 
@@ -535,11 +545,14 @@ class _Scanner:
         while True:
             try:
                 value, self._at = self._decoder.raw_decode(self._buffer, self._at)
-            except (ValueError, RecursionError):
-                if len(self._buffer) - self._at < _MAX_OBJECT and self._more():
+            except (ValueError, RecursionError) as error:
+                deep = isinstance(error, RecursionError)
+                if not deep and len(self._buffer) - self._at < _MAX_OBJECT and self._more():
                     continue
                 cut = len(self._buffer) - self._at
-                following = self._buffer.find('{"', self._at + 1)
+                # What is nested too deep is left behind as a whole, not tried again from each of its levels.
+                start = self._buffer.find("}", self._at) if deep else self._at
+                following = self._buffer.find('{"', start + 1) if start >= 0 else -1
                 self._at = following if following >= 0 else len(self._buffer)
                 msg = f"{cut if following < 0 else 'some'} characters ignored"
                 raise ValueError(msg) from None

@@ -12,6 +12,7 @@ import msgspec
 
 from traceview.align import Anchor, align, anchor_of
 from traceview.choose import read_heads
+from traceview.event import BAD_JSON
 from traceview.problems import InputError, Problems
 from traceview.reader import Source, find_files, read_bytes
 from traceview.steps import Steps, find_steps
@@ -120,7 +121,7 @@ def _record(line: bytes, where: str, problems: Problems) -> Iterator[dict[str, A
         return
     try:
         record = _decode(line)
-    except msgspec.DecodeError:
+    except BAD_JSON:
         problems.add("ZT0107", "bad_line", f"{where} cut off or not JSON ({len(line)} bytes ignored)")
         return
     if isinstance(record, dict):

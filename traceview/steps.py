@@ -9,7 +9,7 @@ import msgspec
 
 from traceview.align import MAX_US
 from traceview.choose import Choice
-from traceview.event import NO_ARGS, Event
+from traceview.event import BAD_JSON, NO_ARGS, Event
 from traceview.problems import InputError, Problems
 from traceview.reader import read_batches
 
@@ -36,7 +36,7 @@ def step_of(event: Event) -> int | None:
         return None
     try:
         args = _decode(text)
-    except msgspec.DecodeError:
+    except BAD_JSON:
         return None
     return args.global_step if args.global_step is not None else args.step
 

@@ -15,7 +15,7 @@ import msgspec
 from traceview.align import MAX_US
 from traceview.choose import Choice, choose
 from traceview.distribution import Distribution
-from traceview.event import NO_ARGS, Event, args_of
+from traceview.event import BAD_JSON, NO_ARGS, Event, args_of
 from traceview.leftovers import find_sources
 from traceview.pairs import ANSWERED
 from traceview.problems import Problems
@@ -261,7 +261,7 @@ class _File:
         if event.args is not NO_ARGS and _CALL_MARK in (raw := bytes(event.args)):
             try:
                 args = _decode_bus(raw)
-            except msgspec.DecodeError:
+            except BAD_JSON:
                 return
             if args.call:
                 self._call(event.name, args, rank, start, start + length)
