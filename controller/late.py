@@ -8,6 +8,7 @@ same call. STUCK is a word in the log with the rank's stacks, and nothing else: 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ log = logging.getLogger("zbus.members")
 _LOOK_S: Final = 0.5
 _LEAST_S: Final = 10.0
 """A rank is never stuck by comparison with its peers before this many seconds (or ``stuck_after``, if less)."""
+
+_GAP_S: Final = 5.0
+"""Longer between two readings means that this process did not run: no call is late for that time."""
 
 _RUNNING: Final = ("running", "sent, not confirmed")
 """A worker that holds the GIL from the start on cannot confirm that it runs the call."""
@@ -85,6 +89,23 @@ class _Seen:
         return self.role, self.methods[self.call]
 
 
+class _AwakeTime:
+    """Seconds in which this process ran: a monotonic clock without the time it was stopped. Any thread; read often."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: float | None = None
+        self._asleep = 0.0
+
+    def now(self) -> float:
+        with self._lock:
+            now = time.monotonic()
+            if self._last is not None and now - self._last > _GAP_S:
+                self._asleep += now - self._last
+            self._last = now
+            return now - self._asleep
+
+
 class Late:
     """Watches the calls of all roles. ``began`` and ``ended`` may be called from any thread and under any lock.
 
@@ -101,13 +122,14 @@ class Late:
         self._calls: dict[int, tuple[LateCall, float]] = {}
         self._seen: dict[int, _Seen] = {}
         self._longest: dict[tuple[str, str], float] = {}
+        self._time = _AwakeTime()
         self._looked = 0.0
 
     # -- calls ---------------------------------------------------------------------------------------------------------
 
     def began(self, call: LateCall) -> None:
         """A call is out."""
-        self._calls[id(call)] = (call, time.monotonic())
+        self._calls[id(call)] = (call, self._time.now())
 
     def ended(self, call: LateCall) -> None:
         """Every rank's outcome is known."""
@@ -134,9 +156,9 @@ class Late:
 
     # -- stuck ranks ---------------------------------------------------------------------------------------------------
 
-    def look(self, now: float | None = None) -> None:
-        """Look for stuck ranks, twice a second at most; never waits. On the members thread."""
-        now = time.monotonic() if now is None else now
+    def look(self) -> None:
+        """Look for stuck ranks, twice a second at most; never waits. On the members thread, at least once a second."""
+        now = self._time.now()
         if now - self._looked < _LOOK_S:
             return
         before, self._looked = self._looked, now

@@ -7,15 +7,18 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
+from controller import Controller, Role
 from waiting import scaled
+from zbus.config import Config, TrialDir
 
-__all__ = ["ELSEWHERE", "Worker", "filled", "mount", "mounted", "needs_root", "worker"]
+__all__ = ["ELSEWHERE", "Worker", "external", "filled", "mount", "mounted", "needs_root", "worker"]
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounts and namespaces need root")
 
@@ -58,6 +61,23 @@ def filled(place: Path) -> Iterator[None]:
         yield
     finally:
         shutil.rmtree(stuffing)
+
+
+def external(trial: TrialDir, roles: Mapping[str, Role], **rpc: float) -> Controller:
+    """Launch a trial whose workers are started by hand."""
+    config = Config()
+    config = structs.replace(
+        config, rpc=structs.replace(config.rpc, **rpc), trace=structs.replace(config.trace, level="full")
+    )
+    return Controller.launch(
+        trial.experiment,
+        dict(roles),
+        trial=trial.trial,
+        root=trial.path.parents[1],
+        scheduler="external",
+        config=config,
+        startup_timeout=scaled(30),
+    )
 
 
 class Worker:

@@ -38,6 +38,10 @@ class Probe(zbus.Engine):
             "thread": threading.current_thread() is threading.main_thread(),
         }
 
+    @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure")
+    def monotonic(self) -> float:
+        return time.monotonic()
+
     @zbus.endpoint(Split("dp"), collect=Concat(), effect="pure")
     def double(self, items: list[int]) -> list[int]:
         return [2 * item for item in items]

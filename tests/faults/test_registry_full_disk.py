@@ -10,13 +10,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from msgspec import structs
 
-from controller import Controller, Role
-from disk_kit import ELSEWHERE, filled, mount, mounted, needs_root, worker
-from launching import HERE
-from waiting import scaled, wait_until
-from zbus.config import Config, TrialDir
+from controller import Controller
+from disk_kit import ELSEWHERE, external, filled, mount, mounted, needs_root, worker
+from launching import probes
+from waiting import wait_until
+from zbus.config import TrialDir
 from zbus.registry.file import FileRegistry
 from zbus.registry.records import Records
 
@@ -48,30 +47,12 @@ FAULTS = {
 @contextmanager
 def two_hosts(disk: Path, logs: Path) -> Iterator[Controller]:
     """Run a trial on ``disk`` whose workers see the controller as one of another host: by its lease alone."""
-    config = Config()
-    config = structs.replace(
-        config,
-        rpc=structs.replace(config.rpc, lease=LEASE_S),
-        trace=structs.replace(config.trace, sidecar=False, level="off"),
-    )
-    roles = {
-        name: Role("engines_under_test:Probe", replicas=1, sys_path=[str(HERE)]) for name in ("actor", "latecomer")
-    }
-    trial = TrialDir.at(disk / "runs", "full", "disk").path
+    trial = TrialDir.at(disk / "runs", "full", "disk")
     with ExitStack() as stack:
-        for name in roles:
-            stack.enter_context(worker(trial, name, log=logs / name, prefix=ELSEWHERE))
-        yield stack.enter_context(
-            Controller.launch(
-                "full",
-                roles,
-                trial="disk",
-                root=disk / "runs",
-                scheduler="external",
-                config=config,
-                startup_timeout=scaled(30),
-            )
-        )
+        for name in ("actor", "latecomer"):
+            stack.enter_context(worker(trial.path, name, log=logs / name, prefix=ELSEWHERE))
+        roles = {"actor": probes(1), "latecomer": probes(1)}
+        yield stack.enter_context(external(trial, roles, lease=LEASE_S))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

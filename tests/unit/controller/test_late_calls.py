@@ -177,6 +177,15 @@ def test_a_method_that_always_takes_long_is_not_stuck(watch: Watch) -> None:
     assert len(watch.run(20)) == 1
 
 
+def test_a_call_is_not_late_for_time_in_which_its_caller_was_stopped(watch: Watch) -> None:
+    """Row 58: ten minutes of suspend make nobody stuck, and hide nobody who is."""
+    watch.late.began(Call())
+    assert watch.run(30) == []
+    watch.now += 600.0
+    assert watch.run(29) == []
+    assert len(watch.run(3)) == 1
+
+
 @pytest.mark.parametrize("call", [Call(streams=True), Call(state="arrived, not started"), Call(state="dead: exit 1")])
 def test_streams_and_calls_that_do_not_run_are_not_stuck(watch: Watch, call: Call) -> None:
     """A stream may flow for ever; what waits behind another call is not late itself."""
