@@ -20,7 +20,7 @@ __all__ = ["TrialFiles", "sidecar", "traced"]
 
 @contextmanager
 def sidecar(trial: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a sidecar of ``trial`` that can be found; end it in order unless the test did."""
+    """Run a sidecar of ``trial`` that can be found, unless it ended at once; end it in order unless the test did."""
     command = [sys.executable, "-m", "traceview.collect", str(trial), "--json", *options]
     (trial / "registry").mkdir(mode=0o700, parents=True, exist_ok=True)
     process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -82,23 +82,36 @@ class TrialFiles:
     """What the trace files of one rank say, put together as a reader must: blocks once, spill and spool included."""
 
     def __init__(self, trial: Path, role: str = "actor", rank: int = 0) -> None:
-        from zbus.trace.spool import read_spool
+        self._read_all(trial, trial / "traces" / role / f"traces_{rank}.jsonl")
+
+    @classmethod
+    def of(cls, trial: Path, main: Path) -> TrialFiles:
+        """Return what the files of the process say that writes ``main``."""
+        self = cls.__new__(cls)
+        self._read_all(trial, main)
+        return self
+
+    def _read_all(self, trial: Path, main_file: Path) -> None:
+        from zbus.trace.spool import read_spool, scan_blocks
 
         root = trial / "traces"
-        self.main = root / role / f"traces_{rank}.jsonl"
-        self.spill = root / role / f"traces_{rank}.spill.jsonl"
+        self.main = main_file
+        self.spill = main_file.with_name(f"{main_file.name.removesuffix('.jsonl')}.spill.jsonl")
         self.events: list[dict[str, Any]] = []
         self.blocks: Counter[tuple[str, int]] = Counter()  # how often each is in the main file
         self.doubled = 0
         self.torn = 0
         self._seen: set[tuple[str, int]] = set()
-        for path in (self.main, self.spill):
-            if path.exists():
-                self._read(path.read_bytes(), main=path == self.main)
-        for segment in sorted((root / "spool").glob("*.spool")):
+        main = self.main.read_bytes() if self.main.exists() else b""
+        whole = scan_blocks(self.main)[1] if main else 0  # a torn block stands whole in the spool, if anywhere
+        self._read(main[:whole], main=True)
+        if self.spill.exists():
+            self._read(self.spill.read_bytes(), main=False)
+        for segment in sorted((root / "spool").glob("*.spool"), key=lambda path: int(path.stem)):
             for part in read_spool(segment):
                 if part.path == self.main:
                     self._read(part.data, main=False)
+        self._read(main[whole:], main=False)
 
     def _read(self, data: bytes, *, main: bool) -> None:
         skip_to = at = 0

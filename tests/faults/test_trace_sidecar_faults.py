@@ -2,51 +2,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import subprocess
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from sidecar_kit import TrialFiles, sidecar, traced
+from trace_rounds import PERIOD_S, STEADY, recorded, until_ready
 from waiting import scaled, wait_until
-
-PERIOD_S = 0.1
-
-# Records numbered ticks until stdin says stop, or its parent is tired of it; says each number it has recorded.
-STEADY = """
-    import os, select
-    on_sidecar()
-    print("ready", flush=True)
-    board = os.open(sys.argv[1] + f"/last.{tracer.rank}", os.O_RDWR | os.O_CREAT, 0o600)
-    stop = Path(sys.argv[1]) / "stop"
-    n = 0
-    while not stop.exists():
-        for _ in range(20):
-            trace.instant("tick", n=n, at=time.monotonic_ns())
-            os.pwrite(board, b"%12d" % n, 0)
-            n += 1
-        time.sleep(0.005)
-    trace.shutdown()
-    print(n, flush=True)
-"""
-
-
-def until_ready(process: subprocess.Popen[str]) -> None:
-    """Wait until a traced process has found the sidecar."""
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-
-
-def recorded(trial: Path, rank: int = 0) -> int:
-    """Return how many ticks a process has recorded, also one that was killed."""
-    try:
-        return int((trial / f"last.{rank}").read_bytes()) + 1
-    except (OSError, ValueError):
-        return 0
 
 
 def end(trial: Path, process: subprocess.Popen[str]) -> int:
@@ -181,56 +146,6 @@ def test_a_stopped_sidecar_costs_a_worker_at_most_2_percent(short_dir: Path):
     assert stopped - alone <= 0.02 * 3.0
 
 
-def one_round(trial: Path, rng: random.Random) -> None:
-    """Kill ranks and the sidecar at random moments; whatever comes of it, every record is accounted for."""
-    with ExitStack() as stack:
-        servers = [stack.enter_context(sidecar(trial))]
-        ranks = [stack.enter_context(traced(trial, STEADY, rank=r, flush_period_s=PERIOD_S)) for r in range(3)]
-        for process in ranks:
-            until_ready(process)
-        for _ in range(rng.randint(1, 4)):
-            time.sleep(rng.random() * 0.3)
-            victim = rng.choice(("sidecar", "sidecar", "sidecar", "stop", 0, 1, 2))
-            if victim == "sidecar":
-                servers[-1].kill()
-                servers[-1].wait()
-                if rng.random() < 0.7:
-                    servers.append(stack.enter_context(sidecar(trial)))
-            elif victim == "stop" and servers[-1].poll() is None:
-                servers[-1].send_signal(signal.SIGSTOP)
-                time.sleep(rng.random() * 0.4)
-                servers[-1].send_signal(signal.SIGCONT)
-            elif isinstance(victim, int) and ranks[victim].poll() is None:
-                ranks[victim].kill()
-                ranks[victim].wait()
-        time.sleep(rng.random() * 0.3)
-        (trial / "stop").touch()
-        for process in ranks:
-            process.wait(timeout=scaled(30))
-    for rank, process in enumerate(ranks):
-        check_rank(trial, rank, killed=process.returncode != 0)
-
-
-def check_rank(trial: Path, rank: int, *, killed: bool) -> None:
-    """Recorded = written + lost, the lost are the last ones, and none where the rank ended in order."""
-    files, total = TrialFiles(trial, rank=rank), recorded(trial, rank)
-    numbers = files.numbers
-    assert numbers == list(range(len(numbers))), f"rank {rank}: holes or doubles"
-    assert max(files.blocks.values(), default=0) <= 1
-    if killed:
-        assert len(numbers) <= total + 1
-        assert total - len(numbers) <= 20 / 0.005 * scaled(1.0)
-    else:
-        assert len(numbers) == total
-        assert files.named("zbus_end")[0]["args"]["recorded"] == total
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_killed_at_random_everything_is_accounted_for(short_dir: Path, seed: int):
-    """Kill -9 and stop ranks and sidecar at random moments: per source recorded = written + lost."""
-    one_round(short_dir, random.Random(seed))
-
-
 @pytest.mark.ci
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_a_full_disk_that_is_freed_loses_only_what_is_counted(short_dir: Path):
@@ -260,15 +175,3 @@ def test_a_full_disk_that_is_freed_loses_only_what_is_counted(short_dir: Path):
         assert files.torn == 0
     finally:
         subprocess.run(["umount", "-l", short_dir], check=True)
-
-
-@pytest.mark.ci
-@pytest.mark.timeout(900)
-def test_many_rounds_of_kills_at_random(tmp_path: Path):
-    """As above, 20 rounds (ZBUS_TEST_TRACE_ROUNDS for more)."""
-    import tempfile
-
-    for seed in range(int(os.environ.get("ZBUS_TEST_TRACE_ROUNDS", "20"))):
-        with tempfile.TemporaryDirectory(prefix="zt", dir="/tmp") as path:
-            print("seed", 1000 + seed)
-            one_round(Path(path), random.Random(1000 + seed))
