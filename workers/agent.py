@@ -55,6 +55,7 @@ from zbus.errors import ConfigError, StartupError, TransportError, ZbusError
 from zbus.registry.identity import pid_space
 from zbus.registry.records import AgentRecord, JobRecord, RankClaim
 from zbus.runtime.journal import journal_file
+from zbus.runtime.leaseword import LeaseWord
 from zbus.runtime.processes import (
     ProcessHandle,
     become_subreaper,
@@ -145,6 +146,7 @@ class Agent:
         self._loop = PollLoop(self._on_signal)
         self._processes = ProcessTable(self._loop, self._on_exit)
         self._background = Background(self._crashed)
+        self._lease = LeaseWord.make()
         self._place = Place(
             trial=self._trial,
             role=config.role,
@@ -154,6 +156,8 @@ class Agent:
             bind_host=config.bind_host,
             devices=config.devices,
             worker_command=config.worker_command,
+            lease=self._lease,
+            lease_ttl_s=config.lease_ttl_s,
         )
         self._starter = RankStarter(
             self._place,
@@ -199,6 +203,7 @@ class Agent:
                     wait_s=self.config.wait_controller_s,
                     lease_ttl_s=self.config.lease_ttl_s,
                     starts=lambda: self._place.starts.copy(),  # the dict is replaced later  # noqa: PLW0108
+                    held_until=self._lease.hold_until,
                     hears=lambda epoch: self._control is not None and self._control.hears(epoch),
                 )
                 self._joiner.start()
@@ -598,6 +603,8 @@ class Agent:
             self._joiner.finish()
         if not self._background.stop(_DRAIN_S):
             log.error("the registry did not answer for %g s: exit records may be missing", _DRAIN_S)
+        else:
+            self._lease.close()
         if self._control is not None:
             self._control.close()
 

@@ -76,6 +76,7 @@ class Joiner:
         wait_s: How long to look for the first controller.
         lease_ttl_s: Silence after which others call this agent dead.
         starts: Returns the ranks that run here, with the number of their start; called on the I/O thread.
+        held_until: Told until when (monotonic ns) the lease is held, after each renewal; called on the I/O thread.
         hears: Tells whether the controller of an epoch is connected to this process; called on the I/O thread.
     """
 
@@ -89,6 +90,7 @@ class Joiner:
         wait_s: float,
         lease_ttl_s: float = 5.0,
         starts: Callable[[], Mapping[int, int]] = dict,
+        held_until: Callable[[int], None] = lambda _when: None,
         hears: Callable[[int], bool] = lambda _epoch: False,
     ) -> None:
         self._trial = trial
@@ -101,6 +103,7 @@ class Joiner:
         self._record: AgentRecord | None = None
         self._starts = starts
         self._hears = hears
+        self._held_until = held_until
         self._renewer: LeaseRenewer | None = None
         self._lease: Lease | None = None
         self._observer = LeaseObserver()
@@ -259,6 +262,7 @@ class Joiner:
             else:
                 self._lease = lease
                 renewer.renewed()
+                self._held_until(renewer.held_until_ns)
                 self._look_for_successors(records, lease.holder)
         return renewer.wait_s(time.monotonic_ns())
 

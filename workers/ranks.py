@@ -16,6 +16,7 @@ from workers.template import ForkReply, Template
 from zbus.config import TrialDir
 from zbus.ids import new_incarnation
 from zbus.registry.records import EpochRecord, JobRecord
+from zbus.runtime.leaseword import LeaseWord
 
 __all__ = ["Place", "RankStarter"]
 
@@ -37,6 +38,8 @@ class Place:
         job: What to run.
         epoch: The controller.
         starts: The ranks of this agent, with the number of their current start.
+        lease: Tells ranks until when the agent's lease is held.
+        lease_ttl_s: Silence after which others call the agent dead.
     """
 
     trial: TrialDir
@@ -50,6 +53,8 @@ class Place:
     job: JobRecord | None = None
     epoch: EpochRecord | None = None
     starts: dict[int, int] = field(default_factory=dict)
+    lease: LeaseWord | None = None
+    lease_ttl_s: float = 5.0
 
 
 class RankStarter:
@@ -196,6 +201,8 @@ class RankStarter:
             transport=place.transport if epoch.runtime_dir else "tcp",
             bind_host=place.bind_host,
             controller_epoch=epoch.epoch,
+            lease_fd=None if place.lease is None else place.lease.fileno(),
+            lease_ttl_s=place.lease_ttl_s,
             env={"CUDA_VISIBLE_DEVICES": devices} if devices else {},
         )
 

@@ -35,6 +35,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
         master_addr, master_port: Where the torch store of this generation of the group listens; port 0 if unknown.
         transport: ``ipc`` or ``tcp``.
         bind_host: Address that tcp sockets bind.
+        lease_fd: Descriptor of the agent's ``LeaseWord``, None where there is none.
+        lease_ttl_s: Silence after which others call the agent dead.
         controller_epoch: Epoch of the controller at this start.
         env: Variables of this rank alone (devices), beside ``job.env``.
     """
@@ -63,6 +65,8 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = "ipc"
     bind_host: str = "127.0.0.1"
     controller_epoch: int = 0
+    lease_fd: int | None = None
+    lease_ttl_s: float = 5.0
     env: dict[str, str] = {}
 
     def to_json(self) -> str:

@@ -55,7 +55,7 @@ def play(tmp_path: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Pl
 def test_a_host_cut_off_beyond_its_lease_and_replaced_ends_with_11(play):
     """Rows 5, 25, 30: the call that ran is UNKNOWN, the others go on at the replacement; healed, the old one leaves.
 
-    Nothing runs twice, and the old one runs nothing after its place was taken.
+    Nothing runs twice, and the old one starts nothing once its lease is over: what was queued there never runs.
     """
     told = play("replaced")
     assert told["outcomes"] == ["UNKNOWN lease"] * 6
@@ -66,6 +66,7 @@ def test_a_host_cut_off_beyond_its_lease_and_replaced_ends_with_11(play):
     assert "actor/0 was replaced while this agent was taken for dead: start 1 by agent actor.host4" in told["told"]
     assert told["exits"] == [[0, 0, 11, None]]
     assert set(told["effects"].values()) == {1}
+    assert not [name for name in told["effects"] if name.startswith("queued")]
     assert sum(told["effects"].values()) == told["at_heal"] + 5
     assert told["stderr"].count("actor/0 died") == 1
     assert "actor/1 died" not in told["stderr"]

@@ -42,7 +42,7 @@ outcome: UNKNOWN fenced · outcome: UNKNOWN lease · outcome: UNKNOWN shutdown �
 peer: connecting handshaking · peer: handshaking ready · peer: ready suspect · peer: suspect ready · peer: ready dead
 gang: released · gang: ran · gang: did not run · meets: GO poised · meets: GO running · meets: CANCEL poised
 meets: PROBE poised · message: GO · message: PROGRESS POISED · outcome: NOT_EXECUTED gang
-redial · lost · fault: lease, not replaced · fault: a handshake that is none
+redial · lost · fault: hold off · PONG · fault: lease, not replaced · fault: a handshake that is none
 fault: a loss after which the transport gives up
 orphan · refused: FENCED_EPOCH dead · refused: FENCED_EPOCH ready · refused: FENCED_INCARNATION suspect
 """

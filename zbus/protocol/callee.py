@@ -77,6 +77,35 @@ class Callee(CalleeSessions):
             self._flush_queues(session_id, session, Status.SHUTDOWN, effects)
         return effects
 
+    def hold_off(self) -> list[Effect]:
+        """Start nothing until ``resume``: somebody else may have this worker's place by now. Ask the callers who knows.
+
+        What runs may end, what arrives is queued. One caller that answers is proof enough for ``resume``.
+        """
+        if self.held_off:
+            return []
+        self.held_off = True
+        return self.ask_callers()
+
+    def ask_callers(self) -> list[Effect]:
+        """Send a PING to each lane of the sessions that may start work."""
+        return [
+            SendTo(Header(Kind.PING, session_id, session.epoch, self._incarnation, lane.name), (), lane.peer)
+            for session_id, session in self._sessions.items()
+            if session.epoch and not session.retired
+            for lane in session.lanes.values()
+        ]
+
+    def resume(self, now: int) -> list[Effect]:
+        """Undo ``hold_off``."""
+        effects: list[Effect] = []
+        if self.held_off:
+            self.held_off = False
+            for session_id, session in list(self._sessions.items()):
+                for lane in session.lanes.values():
+                    self._start(session_id, session, lane, now, effects)
+        return effects
+
     def announce(self, name: str) -> list[Effect]:
         """Tell the callers of what runs in lane ``name`` so, unasked: said once of a call that turns out to be long."""
         effects: list[Effect] = []
@@ -255,6 +284,7 @@ class Callee(CalleeSessions):
         if (
             session.retired
             or self.draining
+            or self.held_off
             or seq != lane.arrival_next
             or seq < lane.floor
             or seq < floor
@@ -329,7 +359,7 @@ class Callee(CalleeSessions):
         self.may_queue = True
 
     def _start(self, session_id: bytes, session: SessionState, lane: Lane, now: int, effects: list[Effect]) -> None:
-        if lane.poised is not None:
+        if lane.poised is not None or self.held_off:
             return
         while lane.queue and lane.running < lane.concurrency and not session.retired and not self.draining:
             run = lane.queue.popleft()
@@ -357,8 +387,9 @@ class Callee(CalleeSessions):
 
     def _on_go(self, header: Header, session: SessionState, lane: Lane, now: int, effects: list[Effect]) -> None:
         run = lane.poised
-        if run is None or run.seq != header.seq:
-            self._on_probe(header, session, lane, effects)  # it came before, and its caller has not heard of it
+        if run is None or run.seq != header.seq or self.held_off:
+            # It came before, and its caller has not heard of it; or it is not to start now, and GO will be said again.
+            self._on_probe(header, session, lane, effects)
             return
         lane.poised = None
         self._execute(header.session, session, lane, run, effects)

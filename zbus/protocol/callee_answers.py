@@ -42,6 +42,7 @@ class CalleeAnswers:
         "_sessions",
         "draining",
         "dropped",
+        "held_off",
         "max_epoch",
         "may_queue",
         "window",
@@ -64,6 +65,7 @@ class CalleeAnswers:
         self.window = window_calls
         self.max_epoch = 0
         self.draining = False
+        self.held_off = False
         self.may_queue = False  # something was queued since ``expire`` last found nothing
         self.dropped: dict[str, int] = {}
 

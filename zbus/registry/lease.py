@@ -83,9 +83,14 @@ class LeaseRenewer:
         self.failures += 1
         self._due_ns = self._asked_ns + self._ttl_ns // _RETRIES_PER_TTL
 
+    @property
+    def held_until_ns(self) -> int:
+        """Until when the holder may act on it: 0.8 TTL after the last good renewal was asked for."""
+        return 0 if self._good_ns is None else self._good_ns + int(self._ttl_ns * HOLDER_MARGIN)
+
     def held(self, now_ns: int) -> bool:
         """Return whether the holder may still act on it: a good renewal began less than 0.8 TTL ago."""
-        return self._good_ns is not None and now_ns - self._good_ns < self._ttl_ns * HOLDER_MARGIN
+        return now_ns < self.held_until_ns
 
 
 class LeaseState(enum.Enum):

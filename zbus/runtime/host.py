@@ -26,10 +26,12 @@ from zbus.ids import WorkerName
 from zbus.protocol.messages import PROTOCOL_VERSION, CancelRunning, Execute, Kind, Status, StreamCredit
 from zbus.registry.file import FileRegistry
 from zbus.registry.identity import pid_space
+from zbus.registry.lease import HOLDER_MARGIN
 from zbus.registry.records import JobRecord, Records, WorkerRecord
 from zbus.runtime.context import Context
 from zbus.runtime.executor import Executor
 from zbus.runtime.journal import CrashJournal, journal_file
+from zbus.runtime.leaseword import LeaseWord
 from zbus.runtime.loader import digest_of, load_engine
 from zbus.runtime.processes import boot_id, start_time
 from zbus.trace import control
@@ -73,6 +75,8 @@ class HostConfig:
     torch_store_fd: int | None = None
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+    lease_fd: int | None = None
+    lease_ttl_s: float = 5.0
     env: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -99,6 +103,8 @@ class HostConfig:
             torch_store_fd=spec.torch_store_fd,
             master_addr=spec.master_addr,
             master_port=spec.master_port,
+            lease_fd=spec.lease_fd,
+            lease_ttl_s=spec.lease_ttl_s,
         )
 
 
@@ -130,6 +136,7 @@ class _Host:
         self.context: Context | None = None
         self.table: dict[str, Any] = {}
         self.digest = ""
+        self.lease = None if config.lease_fd is None else LeaseWord(config.lease_fd)
         self.server = Server(
             name=self.name,
             incarnation=config.incarnation,
@@ -141,6 +148,8 @@ class _Host:
             on_credit=self._credit,
             on_clock=control.note_clock,
             guest_lanes=None,
+            lease=None if self.lease is None else self.lease.until,
+            contact_ns=int(config.lease_ttl_s * HOLDER_MARGIN * 1e9),
         )
         failpoints.configure(os.environ.get(failpoints.VARIABLE))
         self.journal = self._open_journal()

@@ -190,6 +190,9 @@ class _Link:
             self._on_welcome(buffers)
         elif kind == Kind.PONG:
             self._on_pong(buffers)
+        elif kind == Kind.PING:  # it asks whether its place is still its own
+            if header.incarnation == self.peer.incarnation and self.machine.state is not LinkState.DEAD:
+                self.channel.send(header._replace(kind=Kind.PONG))
         elif kind != Kind.NACK:
             client.count("unexpected")
         elif (header.incarnation, header.epoch) == (self.peer.incarnation, client.epoch):
@@ -250,7 +253,7 @@ class _Link:
         self.client.declare_dead(self.peer, reason=reason, evidence=evidence)
 
 
-_ABOUT_SESSIONS: Final = frozenset({int(Kind.WELCOME), int(Kind.NACK), int(Kind.PONG), int(Kind.BYE)})
+_ABOUT_SESSIONS: Final = frozenset(map(int, (Kind.WELCOME, Kind.NACK, Kind.PING, Kind.PONG, Kind.BYE)))
 _REFUSALS: Final = (Status.NO_SESSION, Status.FENCED_EPOCH, Status.FENCED_INCARNATION, Status.DRAINING)
 
 

@@ -10,6 +10,7 @@ Measured in ``docs/decisions/0003-who-drives-the-sockets.md``.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -44,6 +45,8 @@ from zbus.transport.sockets import SocketFactory
 
 __all__ = ["TAKEOVER_S", "Server"]
 
+log = logging.getLogger("zbus.server")
+
 TAKEOVER_S: Final = 0.002
 """How long a call runs before the bus thread reads the main socket for it."""
 
@@ -54,7 +57,11 @@ _AWAKE_S: Final = 0.1
 _SLEEP_S: Final = 30.0
 _EXPIRE_EVERY_NS: Final = 50_000_000
 _NEVER: Final = 1 << 62
-_ABOUT_SESSIONS: Final = frozenset({int(Kind.HELLO), int(Kind.PING), int(Kind.BYE)})
+_ABOUT_SESSIONS: Final = frozenset(map(int, (Kind.HELLO, Kind.PING, Kind.PONG, Kind.BYE)))
+_ASK_EVERY_NS: Final = 500_000_000
+_SETTLE_NS: Final = 50_000_000
+"""From a controller's first word to going on: what it has given up meanwhile comes right behind that word."""
+
 
 Run = Callable[[Execute], None]
 """Runs one request of the main lane to its end, on the main thread."""
@@ -86,6 +93,8 @@ class Server:
         on_credit: Told of each stream credit, under the lock.
         on_clock: Given what a caller of this epoch found out about the two clocks, as bytes, under the lock.
         guest_lanes: Lanes a guest may use; None for all.
+        lease: Returns until when (monotonic ns) nobody else may have this callee's place; None: nobody ever may.
+        contact_ns: With ``lease``: how long a word of the controller counts as much as the lease.
     """
 
     def __init__(
@@ -101,6 +110,8 @@ class Server:
         on_credit: Callable[[StreamCredit], None] | None = None,
         on_clock: Callable[[bytes], None] | None = None,
         guest_lanes: Sequence[str] | None = ("ctl",),
+        lease: Callable[[], int] | None = None,
+        contact_ns: int = 0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.name = name
@@ -115,6 +126,8 @@ class Server:
         self._on_cancel = on_cancel
         self._on_credit = on_credit
         self._on_clock = on_clock
+        self._lease = lease
+        self._contact_ns = contact_ns
         self._bus = Reactor(clock=clock, lock=self.lock, name="zbus-bus")
         self._main = Reactor(clock=clock, lock=self.lock, name="zbus-main")
         self._channels: dict[str, Channel] = {}
@@ -131,7 +144,9 @@ class Server:
         self._runner = 0  # the thread in ``run``
         self._checking = False
         self._bus.add_ticker(self._tick)
-        self.heard_ns = 0
+        self._heard_ns = 0
+        self._ask_ns = _NEVER
+        self._alone = False
 
     # -- binding -------------------------------------------------------------------------------------------------
 
@@ -213,6 +228,8 @@ class Server:
             trap("before_reply")
         with gate, self.lock:
             now = self._now()
+            if self._lease is not None and now - self._heard_ns >= self._contact_ns:
+                self._hold_off(now)
             held = self._held
             if held is not None and held.request is request:
                 self._flush(now)
@@ -248,6 +265,8 @@ class Server:
         # The main thread may append meanwhile, without the lock: what it adds is sent the next time.
         held = self._held
         if held is not None and held.bodies:
+            if self._lease is not None and now - self._heard_ns >= self._contact_ns:
+                self._hold_off(now)
             request, bodies = held.request, [held.bodies.popleft() for _ in range(len(held.bodies))]
             first = request.seq + held.index
             held.index += len(bodies)
@@ -388,11 +407,47 @@ class Server:
             channel.take_all()
             channel.check()
 
+    # -- fencing -------------------------------------------------------------------------------------------------
+
+    def _hold_off(self, now: int) -> None:
+        """Start nothing more where the lease is over and the controller silent: it may have replaced this callee."""
+        if self._lease is not None and now >= self._lease() and not self.callee.held_off:
+            self._ask_ns = now + _ASK_EVERY_NS
+            self._do(self.callee.hold_off())
+            self._bus.note_due(self._ask_ns)
+            self._check_all()
+
+    def _heard(self, now: int) -> None:
+        """The controller is there: this is no time to wonder whether it has replaced this callee."""
+        self._heard_ns = now
+        if self.callee.held_off:
+            self._ask_ns = min(self._ask_ns, now + _SETTLE_NS)
+            self._bus.note_due(self._ask_ns)
+
+    def _ask_again(self, now: int) -> None:
+        """Go on if the lease is held again, or the controller was heard; else ask once more."""
+        if self._lease is not None and now >= self._lease() and now - self._heard_ns >= self._contact_ns:
+            if not self._alone:
+                log.warning(
+                    "%s starts nothing: its agent's lease is over and its controller does not answer", self.name
+                )
+            self._alone = True
+            self._ask_ns = now + _ASK_EVERY_NS
+            self._do(self.callee.ask_callers())
+        else:
+            if self._alone:
+                log.warning("%s goes on: its place is still its own", self.name)
+            self._alone = False
+            self._ask_ns = _NEVER
+            self._do(self.callee.resume(now))
+
     # -- messages ------------------------------------------------------------------------------------------------
 
     def _on_message(self, link: str, header: Header, buffers: Sequence[Buffer], peer: bytes) -> None:
-        now = self.heard_ns = self._now()
+        now = self._now()
         kind = header.kind
+        if header.epoch >= self.callee.max_epoch and kind != Kind.HELLO:
+            self._heard(now)
         if kind not in _ABOUT_SESSIONS:
             self._link_of_lane[header.lane] = link
             self._do(self.callee.receive(header, buffers, peer, now))
@@ -402,6 +457,8 @@ class Server:
             self._on_hello(link, header, buffers, peer, now)
         elif kind == Kind.PING:
             self._on_ping(link, header, buffers, peer, now)
+        elif kind == Kind.PONG:
+            pass  # it was heard
         elif link == "ctl" or "ctl" not in self._channels:
             self._do(self.callee.bye(header.session))
             self._check_other(link)
@@ -428,6 +485,8 @@ class Server:
             channel.send(header._replace(kind=Kind.NACK, status=status, floor=self.callee.max_epoch), (), peer)
             return
         self._do(effects)
+        if header.epoch:
+            self._heard(now)
         welcome = {
             **self._describe(),
             "role": self.name.role,
@@ -491,4 +550,7 @@ class Server:
         if effects:
             self._do(effects)
             self._check_all()
-        return now + _EXPIRE_EVERY_NS if self.callee.may_queue else _NEVER
+        if now >= self._ask_ns:
+            self._ask_again(now)
+            self._check_all()
+        return min(self._ask_ns, now + _EXPIRE_EVERY_NS if self.callee.may_queue else _NEVER)

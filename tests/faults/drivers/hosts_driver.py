@@ -140,7 +140,7 @@ def healed(directory: Path) -> dict[str, Any]:
         cut = on.hosts.others[0]
         actor = on.actor
         assert actor[0].add("before") == 1
-        running = actor[0].add.submit("running", 1.0)
+        running = actor[0].add.submit("running", 5.0)
         wait_for(lambda: on.effects()["running"], "the start of the call")
         queued = [actor[0].add.submit(f"queued{number}") for number in range(5)]
         cut.cut(on.registry)

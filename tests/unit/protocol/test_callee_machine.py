@@ -458,3 +458,30 @@ def test_a_long_call_is_announced():
 def test_what_only_a_callee_says_is_not_answered(kind):
     """Two callees wired to each other do not talk for ever."""
     assert ask(callee(), kind, 0) == []
+
+
+def test_a_callee_that_holds_off_ends_what_runs_and_starts_nothing():
+    """It may have been replaced: it asks its callers, queues what comes, and goes on in order when told to."""
+    machine = callee()
+    assert ask(machine, Kind.REQ, 0) == ["run 0"]
+    ask(machine, Kind.REQ, 1)
+    assert words(machine.hold_off()) == ["PING 0"]
+    assert machine.hold_off() == [], "asked once"
+    assert said(machine, 0) == ["RESULT OK 0"]
+    assert ask(machine, Kind.REQ, 2) == []
+    assert words(machine.ask_callers()) == ["PING 0"]
+    assert words(machine.resume(5)) == ["run 1"]
+    assert machine.resume(6) == []
+    assert said(machine, 1) == ["RESULT OK 1", "run 2"]
+
+
+def test_a_callee_that_holds_off_asks_only_callers_that_may_start_work():
+    """A guest knows nothing of it, and a fenced controller must not be believed."""
+    machine = callee(guest_lanes=None)
+    guest, later = b"guest-of-16-byte", b"epoch-after-that"
+    machine.hello(Header(Kind.HELLO, guest, 0, INCARNATION, "main"), 0)
+    ask(machine, Kind.REQ, 0, session=guest, epoch=0)
+    machine.hello(Header(Kind.HELLO, later, EPOCH + 1, INCARNATION, "main"), 0)
+    ask(machine, Kind.REQ, 0, session=later, epoch=EPOCH + 1)
+    asked = [effect.header.session for effect in machine.hold_off()]
+    assert asked == [later]

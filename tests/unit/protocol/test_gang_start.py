@@ -203,3 +203,13 @@ def test_a_poised_request_ends_with_the_drain_and_with_its_session():
     assert words(machine.bye(SESSION)) == ["FAILURE SHUTDOWN 0"]
     assert machine.running == 0
     assert ask(machine, Kind.GO, 0) == []
+
+
+def test_go_starts_nothing_on_a_worker_that_holds_off():
+    """It may have been long on its way; the caller says it again once the worker says that it is still waiting."""
+    machine = callee()
+    assert ask(machine, Kind.REQ, 0, status=Status.TOGETHER) == ["PROGRESS POISED 0"]
+    machine.hold_off()
+    assert ask(machine, Kind.GO, 0) == ["PROGRESS POISED 0"]
+    assert words(machine.resume(1)) == []
+    assert ask(machine, Kind.GO, 0) == ["run 0"]

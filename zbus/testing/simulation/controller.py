@@ -123,6 +123,9 @@ class SimLink:
             controller.world.covered["foreign session"] += 1
         elif kind == Kind.WELCOME:
             self._on_welcome(buffers)
+        elif kind == Kind.PING:
+            if header.incarnation == self.peer.incarnation and self.machine.state is not LinkState.DEAD:
+                self.send(header._replace(kind=Kind.PONG))
         elif kind == Kind.NACK and header.status in _REFUSALS:
             self._on_refusal(header)
         else:

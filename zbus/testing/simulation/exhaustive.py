@@ -25,7 +25,7 @@ _PLAIN: Final = Knobs(
     crashes=0, crash_effects=0, partitions=0, leases=0, pauses=0, takeovers=0, zombie=0.0, farewell=0.0, guests=0,
     drains=0, cancel=0.0, deadline=0.0, batch=0.0, strict=0.0, app_error=0.0, stream=0.0, group=1.0, lanes=("main",),
     window_calls=4, window_bytes=1 << 30, callee_window=4, run=5 * MS, slow=0.0, same_address=False, wire=False,
-    journal=True, together=0.0, crash_sends=0, cooperative=False, garbled=0.0, unreplaced=0.0,
+    journal=True, together=0.0, crash_sends=0, cooperative=False, garbled=0.0, unreplaced=0.0, holds=0,
 )  # fmt: skip
 
 SCOPES: Final[dict[str, Knobs]] = {

@@ -61,6 +61,7 @@ class Knobs:
         crash_sends: Controllers that die between two of their messages.
         cooperative: Running calls end when they are cancelled.
         unreplaced: Share of leases that run out and no replacement starts; else one does.
+        holds: Workers that start nothing for a while, because they may have been replaced.
         garbled: Share of lost connections, and of handshakes by half, after which the transport does not try again.
         tracing: Workers trace through a sidecar; the rest is about that, see ``tracing``.
         trace_period: Flush period.
@@ -120,6 +121,7 @@ class Knobs:
     cooperative: bool
     garbled: float
     unreplaced: float
+    holds: int
     tracing: bool = False
     trace_period: int = 40 * MS
     trace_blocks: int = 4
@@ -151,6 +153,7 @@ class Knobs:
             or self.crash_sends
             or self.drains
             or self.garbled
+            or self.holds
             or self.trace_kill_effects
             or self.callee_window < self.window_calls
         )
@@ -232,5 +235,6 @@ def draw(
         cooperative=more() < 0.12,
         garbled=newest() if not calm and newest() < 0.12 else 0.0,
         unreplaced=newest() if newest() < 0.4 else 0.0,
+        holds=1 + int(newest() * 2) if not calm and newest() < 0.12 else 0,
         **(tracing or {}),
     )

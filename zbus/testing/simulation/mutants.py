@@ -604,3 +604,14 @@ def given_up_calls_are_sent_later(patch: Patch) -> None:
         for request in self._order:
             request.skip, request.buffers = False, kept[request.seq]
         return effects
+
+
+@mutant("I7", "I1", "I3")
+def holding_off_is_forgotten(patch: Patch) -> None:
+    """A callee that may have been replaced goes on starting what is queued."""
+
+    @wrap(patch, Callee, "_start")
+    def start(original, self, session_id, session, lane, now, effects):
+        held, self.held_off = self.held_off, False
+        original(self, session_id, session, lane, now, effects)
+        self.held_off = held

@@ -19,7 +19,7 @@ from zbus.protocol.messages import (
     StreamCredit,
 )
 from zbus.testing.simulation.knobs import MS
-from zbus.testing.simulation.ledger import Call
+from zbus.testing.simulation.ledger import Call, broken
 
 if TYPE_CHECKING:
     from zbus.testing.simulation.network import Connection
@@ -31,6 +31,7 @@ LANES = {"main": 1, "ctl": 2, "side": 2}
 """Lanes of a simulated worker, with their concurrency."""
 
 _EXPIRE_EVERY = 20 * MS
+_SETTLE = 15 * MS
 _TAKEOVER = 2 * MS
 _STREAM_WINDOW = 2
 
@@ -94,8 +95,12 @@ class SimWorker:
     def on_message(self, connection: Connection, header: Header, buffers: Buffers) -> None:
         """As the server."""
         kind = header.kind
+        if self.callee.held_off and header.epoch >= self.callee.max_epoch:
+            self.world.after(_SETTLE, self._resume)
         if kind == Kind.HELLO:
             self._on_hello(connection, header)
+        elif kind == Kind.PONG:
+            self.world.covered["PONG"] += 1
         elif kind == Kind.BYE:
             if connection.link.name == self.world.link_names[-1]:
                 self.byes.add(header.session)
@@ -134,6 +139,19 @@ class SimWorker:
         if self.alive:
             self.world.covered["fault", "drain"] += 1
             self.do(self.callee.drain())
+
+    def hold_off(self, lease: int) -> None:
+        """As the server: start nothing until the lease is held again, or the controller is heard."""
+        if self.alive:
+            self.world.covered["fault", "hold off"] += 1
+            self.do(self.callee.hold_off())
+            self.world.after(lease, self._resume)
+
+    def _resume(self) -> None:
+        if self.alive and self.paused_until <= self.world.now:
+            self.do(self.callee.resume(self.world.now))
+        elif self.alive:
+            self.world.at(self.paused_until, self._resume)
 
     def do(self, effects: list[Effect]) -> None:
         """Do what the machine asks, as the server; the process may die before any effect."""
@@ -185,6 +203,8 @@ class SimWorker:
             world.network.send(connection, 0, reply, world.pack_cursors(self.callee.lane_cursors(header.session)))
 
     def _begin(self, request: Execute) -> None:
+        if self.callee.held_off:
+            broken("I7", f"{self} starts {request.lane}/{request.seq} while it holds off")
         calls = self.world.ledger.handed_out(self.incarnation, request, self.world.now)
         running = _Running(request, calls)
         self.running[request.session, request.lane, request.seq] = running

@@ -190,6 +190,8 @@ class World:
                 self.at(begin + int(self.random() * span), fault)
         for _ in range(knobs.crash_sends):
             self.at(begin + int(self.later() * span), self._crash_controller_soon)
+        for _ in range(knobs.holds):
+            self.at(begin + int(self.latest() * span), self._hold_off)
         for number in range(knobs.partitions):
             self.at(begin + int(self.random() * span), self._partition, number < knobs.leases)
 
@@ -430,6 +432,13 @@ class World:
             self.tell(f"{worker} drains")
             worker.drain()
             self.after(int(self.random() * 200 * MS), self.crash, worker)
+
+    def _hold_off(self) -> None:
+        living = [worker for worker in self.workers if worker.alive]
+        if living:
+            worker = living[int(self.latest() * len(living))]
+            self.tell(f"{worker} holds off")
+            worker.hold_off(int(self.latest() * 200 * MS))
 
     def _pause(self) -> None:
         nodes: list[SimController | SimWorker] = [*self.controllers, *self.workers]
