@@ -26,7 +26,7 @@ class Background:
         self._name = name
         self._jobs: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = threading.Condition()  # re-entrant: garbage collection may call from within a call
         self._thread: threading.Thread | None = None
 
     def call(self, job: Callable[[], None], delay_s: float = 0.0) -> None:

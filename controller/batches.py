@@ -100,7 +100,10 @@ class BatchBuilder:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None and self._place():
+        placement = None if kind is not None else self._prepare()
+        if placement is not None:
+            await placement.start_async()
+            self._attach(placement)
             for _, _, future in self._calls:
                 await future.wait_async()
             self._raise_first()
@@ -111,8 +114,20 @@ class BatchBuilder:
         return [future for _, _, future in self._calls]
 
     def _place(self) -> bool:
-        if self._closed or not self._calls:
+        placement = self._prepare()
+        if placement is None:
             return False
+        placement.start()
+        self._attach(placement)
+        return True
+
+    def _attach(self, placement: Placement) -> None:
+        for _, _, future in self._calls:
+            future.attach(placement)
+
+    def _prepare(self) -> Placement | None:
+        if self._closed or not self._calls:
+            return None
         self._closed = True
         core, ranks = self._view.core, self._view.ranks
         calls = [
@@ -137,10 +152,7 @@ class BatchBuilder:
                 together=self._together or any(spec.start == "together" for spec, _, _ in self._calls),
             )
         )
-        placement.start()
-        for _, _, future in self._calls:
-            future.attach(placement)
-        return True
+        return placement
 
     def _raise_first(self) -> None:
         for _, _, future in self._calls:

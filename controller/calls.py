@@ -141,7 +141,15 @@ class Method(Generic[P, T]):
         return self._aio(args, kwargs)
 
     async def _aio(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
-        return await self.start(args, kwargs, snapshot=True)
+        spread = self.plan(args, kwargs)
+        try:
+            placement = self._placement(spread, snapshot=True)
+            await placement.start_async()
+        except BaseException:
+            self._undo(spread)
+            raise
+        future: BatchFuture[T] = BatchFuture(placement, 0, self.merge(spread))
+        return await future
 
     def options(self, *, deadline: float | str | None = None, retries: int | RetryPolicy | None = None) -> Method[P, T]:
         """Return the same endpoint with another deadline or retry policy."""
@@ -156,7 +164,7 @@ class Method(Generic[P, T]):
         if not self.spec.streams:
             msg = f"endpoint `{self.spec.name}` is not a generator, so it has no items to stream"
             raise ConfigError(msg, hint="`yield` in the method, or call it without .stream")
-        return Stream(self._place(self.plan(args, kwargs), snapshot=True))
+        return Stream(self._place(self.plan(args, kwargs), snapshot=True, collects=False))
 
     def map(
         self,
@@ -219,23 +227,28 @@ class Method(Generic[P, T]):
             choose=lambda: ranks.index(core.choose(ranks)),
         )
 
-    def _place(self, spread: Plan, *, snapshot: bool) -> Placement:
-        spec, core = self.spec, self._view.core
-        submitted_ns = time.monotonic_ns()
-        any_one = isinstance(spec.dispatch, AnyOne)
-        ranks = [self._view.ranks[member] for member in spread.members]
+    def _place(self, spread: Plan, *, snapshot: bool, collects: bool = True) -> Placement:
         try:
-            placement = Placement(
-                self._order(
-                    ranks, encode_calls([[(spec.name, a)] for a in spread.arguments], snapshot=snapshot), submitted_ns
-                )
-            )
+            placement = self._placement(spread, snapshot=snapshot, collects=collects)
             placement.start()
         except BaseException:
-            if any_one:
-                core.release(ranks[0])
+            self._undo(spread)
             raise
         return placement
+
+    def _placement(self, spread: Plan, *, snapshot: bool, collects: bool = True) -> Placement:
+        spec = self.spec
+        submitted_ns = time.monotonic_ns()
+        ranks = [self._view.ranks[member] for member in spread.members]
+        payloads = encode_calls([[(spec.name, a)] for a in spread.arguments], snapshot=snapshot)
+        order = self._order(ranks, payloads, submitted_ns)
+        order.collects = collects and spec.streams
+        return Placement(order)
+
+    def _undo(self, spread: Plan) -> None:
+        """Take back the choice of a rank for a call that was not placed."""
+        if isinstance(self.spec.dispatch, AnyOne):
+            self._view.core.release(self._view.ranks[spread.members[0]])
 
     def _order(self, ranks: list[int], payloads: Sequence[Any], submitted_ns: int) -> Order:
         spec, core, options = self.spec, self._view.core, self._view

@@ -377,7 +377,7 @@ _ANSWERED = (OutcomeKind.OK, OutcomeKind.APP_ERROR)
 class Stream(Generic[T]):
     """The items of one call, in order, as they come. Iterate it once, with ``for`` or ``async for``.
 
-    Leaving the loop early does not stop the worker; ``close`` (or ``with``) does.
+    ``close`` (or ``with``) stops the worker's generator; so does dropping the stream.
     """
 
     def __init__(self, placement: Placement) -> None:
@@ -390,6 +390,11 @@ class Stream(Generic[T]):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        placement = getattr(self, "_placement", None)
+        if placement is not None and not placement.slots.settled():
+            shared().call(placement.cancel)  # any thread may be here, with any lock
 
     def close(self) -> None:
         """Ask the worker to stop if it has not ended."""
@@ -429,10 +434,11 @@ class Stream(Generic[T]):
         return bool(self._placement.chunks) or self._placement.slots.settled()
 
     def _take(self) -> T:
-        value: T = decode(self._placement.chunks.popleft())
+        item = self._placement.chunks.popleft()
+        value: T = decode(item)
         self._taken += 1
         if not self._placement.slots.settled():
-            self._placement.taken(self._taken)
+            self._placement.taken(self._taken, sum(memoryview(frame).nbytes for frame in item))
         return value
 
     def _end(self) -> None:

@@ -14,7 +14,18 @@ from typing import Any, Final
 from controller.background import shared
 from controller.line import Line
 from controller.outcomes import AT, Origin, error_of, unavailable
-from controller.placer import Placed, Placer, Roster, is_dead, is_ready, is_suspect, loop_driver, wake, whereabouts
+from controller.placer import (
+    Placed,
+    Placer,
+    Roster,
+    is_crowded,
+    is_dead,
+    is_ready,
+    is_suspect,
+    loop_driver,
+    wake,
+    whereabouts,
+)
 from zbus.engine import Effect
 from zbus.errors import CallError, Unavailable
 from zbus.protocol.batch import BatchSlots
@@ -36,6 +47,8 @@ _ECHO_S: Final = 0.3
 _SETTLE_S: Final = 0.5
 """The same after a rank's engine raised."""
 _CREDIT_STEP: Final = 8
+_CREDIT_BYTES: Final = 1 << 20
+"""Credit of a stream is given each so many items, or each so many bytes."""
 _OK: Final = OutcomeKind.OK
 _GONE: Final = ("worker_exit", "lease", "fenced", "disconnected")
 
@@ -57,6 +70,7 @@ class Order:
         retry: How often a call may run again; only ever applied to single calls, on each member by itself.
         effect: See ``zbus.engine.Effect``.
         streams: The one call's items come one by one.
+        collects: All of them are wanted, as one list: nobody takes them one by one.
         choose: Picks a rank anew for a call that any rank may run.
         bucket: Limits second executions of the whole group.
         released: Told the rank of a member when its last call has ended.
@@ -78,6 +92,7 @@ class Order:
     retry: RetryPolicy | None = None
     effect: Effect = "once"
     streams: bool = False
+    collects: bool = False
     choose: Callable[[], int] | None = None
     bucket: TokenBucket | None = None
     released: Callable[[int], None] | None = None
@@ -108,8 +123,10 @@ class Placement:
         self._not_before = 0.0  # when the pause before the next execution ends
         self._parts: dict[int, Placement] = {}  # members of several whose call runs once more, each by itself
         self._may_have_run: Outcome | None = None  # the UNKNOWN end of an earlier execution
-        self._consumed = 0
+        self._consumed = self._consumed_bytes = 0
         self._streaming = False  # an item has come
+        self._items = 0  # so many have come
+        self._queued = False  # it waited for room before it was placed
         self.again: set[int] = set()  # ranks of several whose call was to run once more
         self.refused: Unavailable | None = None  # why nothing was sent to anyone, after waiting
         self._lost_at: float | None = None
@@ -123,11 +140,46 @@ class Placement:
         self._late = getattr(order.roster, "late", None)  # who watches calls that take too long
 
     def start(self) -> None:
-        """Place the batch.
+        """Place the batch; waits while the window of a member is full, until the deadline of the call at most.
 
         Raises:
             Unavailable: A member is not ready and nothing says that waiting helps; nothing was sent.
         """
+        if self._crowded():
+            self._queued = True
+            if not self.order.placer.wait(self._has_room, self.order.deadline_s):
+                self._give_up_queue()
+                return
+        self._start()
+
+    async def start_async(self) -> None:
+        """As ``start``, waiting on the running loop."""
+        if self._crowded():
+            self._queued = True
+            placer: Any = self.order.placer
+            try:
+                async with asyncio.timeout(self.order.deadline_s):
+                    await self._wait_for(self._has_room, placer.watch_room, placer.unwatch_room)
+            except TimeoutError:
+                self._give_up_queue()
+                return
+        self._start()
+
+    def _crowded(self) -> bool:
+        order = self.order
+        everyone = order.roster.peers()
+        return is_crowded(order.placer, [everyone[rank] for rank in order.ranks], order.lane)
+
+    def _has_room(self) -> bool:
+        return self.cancelled or not self._crowded()
+
+    def _give_up_queue(self) -> None:
+        order = self.order
+        order.peers = [order.roster.peers()[rank] for rank in order.ranks]
+        words = "expired before it was sent: earlier calls fill the window"
+        self._settle_all(Outcome(OutcomeKind.NOT_EXECUTED, None, "deadline", words, 0))
+
+    def _start(self) -> None:
         line = self.order.line
         if line and line.blocks(self):
             self._wait_in_line("waits behind earlier calls")
@@ -172,6 +224,8 @@ class Placement:
             strict=order.strict,
             together=order.together,
         )
+        if self.order.collects and self._items:  # they came before ``place`` returned
+            self._take_all()
         if self._late is not None:
             self._late.began(self)
             if self.slots.settled():  # before it was told that it began
@@ -184,7 +238,7 @@ class Placement:
 
     def _remaining_s(self) -> float | None:
         deadline_s = self.order.deadline_s
-        if deadline_s is None or (self._executions == 1 and self._last is None):
+        if deadline_s is None or (self._executions == 1 and self._last is None and not self._queued):
             return deadline_s
         return max(0.001, deadline_s - (time.monotonic() - self._began))
 
@@ -290,14 +344,24 @@ class Placement:
         with self._lock:
             self._streaming = True
             self.chunks.append(item)
+            self._items += 1
             watchers = tuple(self._watchers)
+        if self.order.collects:
+            shared().call(self._take_all)
         for watcher in watchers:
             watcher()
 
-    def taken(self, items: int) -> None:
-        """Give the worker credit for a stream's items below ``items``, now and then."""
-        if items - self._consumed >= _CREDIT_STEP:
-            self._consumed = items
+    def _take_all(self) -> None:
+        """Give credit for all items that have come: they are wanted together. Not under the placer's lock."""
+        if self._placed is not None and self._items > self._consumed and not self.slots.settled():
+            self._consumed = self._items
+            self.order.placer.consumed(self._placed, self._items)
+
+    def taken(self, items: int, nbytes: int) -> None:
+        """Give the worker credit for a stream's items below ``items``, now and then; the last one has ``nbytes``."""
+        self._consumed_bytes += nbytes
+        if items - self._consumed >= _CREDIT_STEP or self._consumed_bytes >= _CREDIT_BYTES:
+            self._consumed, self._consumed_bytes = items, 0
             self.order.placer.consumed(self._placed, items)
 
     # -- second executions ---------------------------------------------------------------------------------------------
@@ -476,6 +540,14 @@ class Placement:
 
     async def wait_async(self, done: Callable[[], bool]) -> None:
         """Wait on the running loop until ``done()``."""
+        await self._wait_for(done, self.watch, self.unwatch)
+
+    async def _wait_for(
+        self,
+        done: Callable[[], bool],
+        watch: Callable[[Callable[[], None]], None],
+        unwatch: Callable[[Callable[[], None]], None],
+    ) -> None:
         if done():
             return
         loop = asyncio.get_running_loop()
@@ -493,7 +565,7 @@ class Placement:
                 return
 
         driver = loop_driver(self.order.placer)
-        self.watch(notice)
+        watch(notice)
         if driver is not None:
             driver.attach_loop(loop)
         try:
@@ -501,7 +573,7 @@ class Placement:
                 await changed.wait()
                 changed.clear()
         finally:
-            self.unwatch(notice)
+            unwatch(notice)
             if driver is not None:
                 driver.detach_loop(loop)
 

@@ -19,6 +19,7 @@ __all__ = [
     "Sink",
     "StaticRoster",
     "WorkerFacts",
+    "is_crowded",
     "is_dead",
     "is_ready",
     "is_suspect",
@@ -189,6 +190,12 @@ def whereabouts(placed: Placed, member: int, call: int) -> str:
     peer = placed.members[member] if hasattr(placed, "members") else None
     ask = getattr(peer, "whereabouts", None)
     return str(ask(placed.lane, placed.seqs[member] + call)) if ask is not None else ""
+
+
+def is_crowded(placer: Placer, peers: Sequence[Any], lane: str) -> bool:
+    """Tell whether a further call to these peers would only wait for room in a window; False where none has bounds."""
+    ask = getattr(placer, "crowded", None)
+    return ask is not None and bool(ask(peers, lane))
 
 
 def loop_driver(placer: Placer) -> Any:

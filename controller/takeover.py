@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.codec import decode, encode
 from zbus.codec.exceptions import rebuild_exception
-from zbus.errors import NotExecuted, TrialError
+from zbus.errors import NotExecuted, OutcomeUnknown, TrialError
 from zbus.ids import WorkerName
 from zbus.protocol.messages import Status
 from zbus.registry.identity import pid_space
@@ -118,7 +118,10 @@ class OrphanResult:
     def _value(self, method: str, status: int, frames: list[bytes]) -> Any:
         if status == Status.OK:
             return decode(frames) if frames else None
-        if status == Status.APP_ERROR:
+        if status == Status.NOT_KEPT:
+            msg = f"{method} ran to its end, and its answer was too large to keep"
+            return OutcomeUnknown(msg, role=self.role, rank=self.rank, method=method)
+        if status in (Status.APP_ERROR, Status.STOPPED):
             return rebuild_exception(
                 decode(frames), role=self.role, rank=self.rank, host=None, pid=None, method=method, attempts=1
             )

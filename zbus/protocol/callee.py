@@ -11,7 +11,9 @@ A request, named by (session, lane, first seq), goes through::
   seq order (P4). A request is handed out as ``Execute`` once, ever (P2).
 - Whatever arrives about a known request is answered from its state: DONE resends the cached replies, anything else is
   PROGRESS. Nothing known is ever run again.
-- The reply cache is bounded by the caller's floor and window, never by time.
+- The reply cache is bounded by the caller's floor and window, never by time; large replies by bytes too: beyond those
+  the oldest go to the shelf, and where that has no room the call reads "executed, reply not kept" if it is asked for
+  again. It is never run again.
 - A deadline is remaining milliseconds from arrival; a request that expires in the queue is never started.
 - Only the highest epoch that ever said HELLO may start work. A lower one is NACKed; when a higher one arrives, what
   the old session had queued ends as not executed, what runs may end, and nothing of it starts any more (P8).
@@ -36,9 +38,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from zbus.protocol.callee_sessions import CalleeSessions
-from zbus.protocol.callee_state import NEVER, Lane, Orphan, Run, RunState, SessionState
+from zbus.protocol.callee_state import NEVER, Kept, Lane, Orphan, Run, RunState, SessionState
 from zbus.protocol.frames import join_bodies
-from zbus.protocol.messages import Buffers, CancelRunning, Effect, Execute, Header, Kind, SendTo, Status
+from zbus.protocol.messages import Buffer, Buffers, CancelRunning, Effect, Execute, Header, Kind, SendTo, Status
 
 __all__ = ["Callee", "Orphan", "RunState"]
 
@@ -149,12 +151,18 @@ class Callee(CalleeSessions):
                 status, 0,
             ),
         )  # fmt: skip
+        kept: Buffers | Kept = buffers
+        if len(buffers) > 1 or (buffers and len(buffers[0]) > self._large_bytes):
+            nbytes = sum(map(_nbytes, buffers))
+            if nbytes > self._large_bytes:
+                kept = self._keep(buffers, nbytes)
+                run.large = True
         if run.calls == 1:
-            run.replies = ((header, buffers),)
+            run.replies = ((header, kept),)
         else:
             if type(run.replies) is not list:
                 run.replies = []
-            run.replies.append((header, buffers))
+            run.replies.append((header, kept))
         run.open_calls -= 1
         effects.append(_new(SendTo, (header, buffers, lane.peer)))
         if run.open_calls == 0:
@@ -251,6 +259,8 @@ class Callee(CalleeSessions):
 
     def validate(self) -> None:
         """Raise AssertionError when an invariant of this machine is broken; for tests and simulation."""
+        assert self._kept_bytes == sum(kept.nbytes for kept in self._kept.values()), self._kept_bytes
+        assert self._kept_bytes <= self._keep_bytes, self._kept_bytes
         for session in self._sessions.values():
             for lane in session.lanes.values():
                 states = [run.state for run in lane.runs.values()]
@@ -426,9 +436,17 @@ class Callee(CalleeSessions):
         if session.retired:
             if session.superseded and lane.name != "ctl":
                 self._add_orphan(session_id, session, lane, run)
+            elif run.large:
+                self._let_go(run.replies)
             del lane.runs[run.seq]
             self._forget_if_idle(session_id, session)
         elif run.seq + run.calls <= lane.floor:
+            if run.large:
+                self._let_go(run.replies)
             del lane.runs[run.seq]
         if lane.queue:
             self._start(session_id, session, lane, now, effects)
+
+
+def _nbytes(buffer: Buffer) -> int:
+    return buffer.nbytes if type(buffer) is memoryview else len(buffer)

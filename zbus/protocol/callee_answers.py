@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-from zbus.protocol.callee_state import Lane, Orphan, Run, RunState, SessionState
+from zbus.protocol.callee_state import Kept, Lane, Left, Replies, Run, RunState, SessionState, Shelf
 from zbus.protocol.messages import Buffers, Effect, Header, Kind, SendTo, Status, StreamCredit
 
 __all__ = ["CalleeAnswers"]
@@ -30,6 +30,9 @@ class CalleeAnswers:
         incarnation: This incarnation.
         lanes: Lane name to concurrency (how many requests of it may run at once; >= 1).
         window_calls: Arrivals accepted ahead of the next expected seq, per lane.
+        keep_bytes: How much of large replies is kept in memory until their callers have them, all sessions together.
+        large_bytes: From which size a reply is large. Smaller ones are always kept: the window bounds their number.
+        shelf: Where large replies go beyond ``keep_bytes``, the oldest first; without one they are not kept.
         guest_lanes: Lanes that a guest (epoch 0) may use; None for all (the shell then checks each call's effect).
     """
 
@@ -37,9 +40,14 @@ class CalleeAnswers:
         "_ended",
         "_guest_lanes",
         "_incarnation",
+        "_keep_bytes",
+        "_kept",
+        "_kept_bytes",
         "_lane_spec",
+        "_large_bytes",
         "_orphans",
         "_sessions",
+        "_shelf",
         "draining",
         "dropped",
         "held_off",
@@ -54,14 +62,22 @@ class CalleeAnswers:
         lanes: dict[str, int],
         *,
         window_calls: int = 1024,
+        keep_bytes: int = 256 << 20,
+        large_bytes: int = 64 << 10,
+        shelf: Shelf | None = None,
         guest_lanes: Iterable[str] | None = ("ctl",),
     ) -> None:
         self._incarnation = incarnation
         self._lane_spec = dict(lanes)
         self._guest_lanes = None if guest_lanes is None else frozenset(guest_lanes)
         self._sessions: dict[bytes, SessionState] = {}
-        self._orphans: dict[tuple[bytes, str, int], Orphan] = {}  # ended, oldest first, at most _MAX_ORPHANS
+        self._orphans: dict[tuple[bytes, str, int], Left] = {}  # ended, oldest first, at most _MAX_ORPHANS
         self._ended: dict[bytes, None] = {}  # the last sessions that are over, oldest first
+        self._keep_bytes = keep_bytes
+        self._large_bytes = large_bytes
+        self._shelf = shelf
+        self._kept: dict[int, Kept] = {}  # those in memory, oldest first, by id
+        self._kept_bytes = 0
         self.window = window_calls
         self.max_epoch = 0
         self.draining = False
@@ -109,7 +125,10 @@ class CalleeAnswers:
             effects.append(self._nack(header, lane.peer, Status.GAP, seq=lane.arrival_next))
             return
         effects.extend(SendTo(chunk, buffers, lane.peer) for chunk, buffers in run.chunks or ())
-        effects.extend(SendTo(reply, buffers, lane.peer) for reply, buffers in run.replies)
+        if run.large:
+            effects.extend(SendTo(*self._word(reply, kept), lane.peer) for reply, kept in run.replies)
+        else:
+            effects.extend(SendTo(reply, buffers, lane.peer) for reply, buffers in run.replies)  # type: ignore[arg-type]  # none is Kept
         if run.state is not RunState.DONE:
             effects.append(self._progress(header.session, session, lane, run, header.attempt))
 
@@ -139,7 +158,51 @@ class CalleeAnswers:
             run = next(iter(runs.values()))
             if run.state is not _DONE or run.seq + run.calls > floor:
                 return
+            if run.large:
+                self._let_go(run.replies)
             del runs[run.seq]
+
+    # -- large replies -------------------------------------------------------------------------------------------
+
+    def _keep(self, buffers: Buffers, nbytes: int) -> Kept:
+        """Keep a large reply; the oldest ones make room for it."""
+        kept = Kept(buffers, nbytes)
+        self._kept[id(kept)] = kept
+        self._kept_bytes += nbytes
+        while self._kept_bytes > self._keep_bytes:
+            oldest = next(iter(self._kept.values()))
+            self._leave_memory(oldest)
+            oldest.token = None if self._shelf is None else self._shelf.put(oldest.buffers or ())
+            oldest.buffers = None
+            self._drop("reply_not_kept" if oldest.token is None else "reply_on_shelf")
+        return kept
+
+    def _leave_memory(self, kept: Kept) -> None:
+        if self._kept.pop(id(kept), None) is not None:
+            self._kept_bytes -= kept.nbytes
+
+    def _word(self, header: Header, reply: Buffers | Kept) -> tuple[Header, Buffers]:
+        """Return what is said of a call that ended: its reply, or that it was not kept."""
+        if type(reply) is not Kept:
+            return header, reply  # type: ignore[return-value]  # as just asked
+        buffers = reply.buffers
+        if buffers is None and reply.token is not None and self._shelf is not None:
+            buffers = self._shelf.get(reply.token)
+        if buffers is None:
+            kind = Kind.END if header.kind == Kind.END else Kind.FAILURE
+            return header._replace(kind=kind, status=Status.NOT_KEPT), ()
+        return header, buffers
+
+    def _let_go(self, replies: Replies) -> None:
+        """Forget the large ones of these replies: their caller has them, or nobody will ask."""
+        for _, reply in replies:
+            if type(reply) is Kept:
+                self._leave_memory(reply)
+                if reply.token is not None and self._shelf is not None:
+                    self._shelf.drop(reply.token)
+                    reply.token = None
+
+    # -- words ---------------------------------------------------------------------------------------------------
 
     def _run_of(self, lane: Lane, seq: int) -> Run | None:
         run = lane.runs.get(seq)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from zbus.protocol.callee_answers import CalleeAnswers
-from zbus.protocol.callee_state import Lane, Orphan, Run, RunState, SessionState
+from zbus.protocol.callee_state import Lane, Left, Orphan, Run, RunState, SessionState
 from zbus.protocol.messages import Effect, Header, Kind, Status
 
 __all__ = ["CalleeSessions"]
@@ -40,8 +40,9 @@ class CalleeSessions(CalleeAnswers):
 
     def orphans(self) -> list[Orphan]:
         """Return what superseded controllers left: requests that ran (or run) and whose outcome they may not have."""
+        ended = [self._orphan(*key, left) for key, left in self._orphans.items()]
         running = [
-            Orphan(session_id, session.epoch, lane.name, run.seq, run.calls, tuple(run.replies))
+            self._orphan(session_id, lane.name, run.seq, Left(session.epoch, run.calls, run.replies))
             for session_id, session in self._sessions.items()
             if session.superseded
             for lane in session.lanes.values()
@@ -49,11 +50,20 @@ class CalleeSessions(CalleeAnswers):
             for run in lane.runs.values()
             if run.state is RunState.RUNNING
         ]
-        return [*self._orphans.values(), *running]
+        return [*ended, *running]
 
     def adopt(self, session: bytes, lane: str, seq: int) -> Orphan | None:
         """Hand over one ended orphan and forget it; None where there is none (any more, or yet)."""
-        return self._orphans.pop((session, lane, seq), None)
+        left = self._orphans.pop((session, lane, seq), None)
+        if left is None:
+            return None
+        orphan = self._orphan(session, lane, seq, left)
+        self._let_go(left.replies)
+        return orphan
+
+    def _orphan(self, session: bytes, lane: str, seq: int, left: Left) -> Orphan:
+        words = tuple(self._word(header, reply) for header, reply in left.replies)
+        return Orphan(session, left.epoch, lane, seq, left.calls, words)
 
     def knows(self, session: bytes) -> bool:
         """Return whether something of a session runs or may still come."""
@@ -114,6 +124,9 @@ class CalleeSessions(CalleeAnswers):
         session.retired = True
         self._flush_queues(session_id, session, Status.SHUTDOWN, effects)
         for lane in session.lanes.values():
+            for run in lane.runs.values():
+                if run.large and (session_id, lane.name, run.seq) not in self._orphans and run.state is RunState.DONE:
+                    self._let_go(run.replies)
             lane.runs = {seq: run for seq, run in lane.runs.items() if run.state is RunState.RUNNING}
 
     def _keep_orphans(self, session_id: bytes, session: SessionState) -> None:
@@ -125,11 +138,9 @@ class CalleeSessions(CalleeAnswers):
                     self._add_orphan(session_id, session, lane, run)
 
     def _add_orphan(self, session_id: bytes, session: SessionState, lane: Lane, run: Run) -> None:
-        self._orphans[session_id, lane.name, run.seq] = Orphan(
-            session_id, session.epoch, lane.name, run.seq, run.calls, tuple(run.replies)
-        )
+        self._orphans[session_id, lane.name, run.seq] = Left(session.epoch, run.calls, run.replies)
         if len(self._orphans) > _MAX_ORPHANS:
-            del self._orphans[next(iter(self._orphans))]
+            self._let_go(self._orphans.pop(next(iter(self._orphans))).replies)
             self._drop("orphan_evicted")
 
     def _forget_if_idle(self, session_id: bytes, session: SessionState) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from zbus.protocol.messages import Buffers, Header, Status
 
-__all__ = ["MS", "NEVER", "Lane", "Orphan", "Run", "RunState", "SessionState"]
+__all__ = ["MS", "NEVER", "Kept", "Lane", "Left", "Orphan", "Replies", "Run", "RunState", "SessionState", "Shelf"]
 
 MS: Final = 1_000_000
 NEVER: Final = 1 << 62
@@ -25,11 +25,40 @@ class RunState(enum.Enum):
     DONE = "done"
 
 
+class Shelf(Protocol):
+    """Where large replies go when memory is short: files, in a worker."""
+
+    def put(self, buffers: Buffers) -> object | None:
+        """Keep a reply and return a token for it; None if there is no room."""
+
+    def get(self, token: object) -> Buffers | None:
+        """Return what was kept; None if it cannot be read."""
+
+    def drop(self, token: object) -> None:
+        """Forget it."""
+
+
+class Kept:
+    """A large reply until its caller has it: in memory, on a shelf (``token``), or neither: not kept."""
+
+    __slots__ = ("buffers", "nbytes", "token")
+
+    def __init__(self, buffers: Buffers, nbytes: int) -> None:
+        self.buffers: Buffers | None = buffers
+        self.nbytes = nbytes
+        self.token: object | None = None
+
+
+Replies = tuple[tuple[Header, "Buffers | Kept"], ...] | list[tuple[Header, "Buffers | Kept"]]
+"""The last words about a request's calls, as they are said again when asked."""
+
+
 class Run:
     """One request as the callee knows it."""
 
     # Defaults stand in the class: most requests start, end with one reply, and need none of these.
-    replies: tuple[tuple[Header, Buffers], ...] | list[tuple[Header, Buffers]] = ()
+    replies: Replies = ()
+    large = False  # some reply is a ``Kept``
     chunks: deque[tuple[Header, Buffers]] | None = None  # sent, not yet acknowledged by the caller: oldest first
     acked = 0
     state = RunState.HELD
@@ -88,6 +117,14 @@ class SessionState:
         self.lanes: dict[str, Lane] = {}
         self.retired = False  # superseded by a higher epoch, or said BYE: starts nothing any more
         self.superseded = False  # by a higher epoch: what it ran is kept for the successor
+
+
+class Left(NamedTuple):
+    """An orphan as it is kept: its caller's epoch, its calls, and the words about them."""
+
+    epoch: int
+    calls: int
+    replies: Replies
 
 
 class Orphan(NamedTuple):

@@ -34,6 +34,8 @@ class LaneAnswers(LaneSending):
                 self._retire(request)
                 outcome = _new(Outcome, (_OK, buffers, "", "", request.attempts))
                 effects.append(_new(Finish, (self.lane, seq, outcome)))
+                if len(buffers) > 1:
+                    self._acknowledge(request, effects)
                 if self._waiting:
                     self._pump(now, effects)
                 return effects
@@ -129,6 +131,11 @@ class LaneAnswers(LaneSending):
         Status.PREDECESSOR: (OutcomeKind.NOT_EXECUTED, "predecessor", "a call before it in its batch failed"),
         Status.STOPPED: (OutcomeKind.APP_ERROR, "cancelled", "it had started and was stopped at a checkpoint"),
         Status.EVICTED: (OutcomeKind.UNKNOWN, "evicted", "the worker no longer has its answer"),
+        Status.NOT_KEPT: (
+            OutcomeKind.UNKNOWN,
+            "evicted",
+            "executed, reply evicted: it was lost and too large to keep",
+        ),
         Status.SHUTDOWN: (OutcomeKind.NOT_EXECUTED, "shutdown", "the worker starts nothing more"),
         Status.UNKNOWN_LANE: (OutcomeKind.NOT_EXECUTED, "protocol", "the worker has no such lane"),
     }

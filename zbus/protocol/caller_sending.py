@@ -94,6 +94,21 @@ class LaneSending:
         """Number of requests not yet done."""
         return len(self._requests)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether the window is full: what is placed now would only wait here. Its reader need not hold the lock."""
+        if self._next_seq - self._floor >= self.window_calls:
+            return True
+        waiting = sum(request.nbytes for request in tuple(self._waiting))
+        return self._bytes_out + waiting >= self.window_bytes and self._next_seq > self._floor
+
+    @property
+    def roomy(self) -> bool:
+        """Whether a quarter of the window is free: time to wake those who found it crowded, some at a time."""
+        if self._next_seq - self._floor > self.window_calls * 3 // 4:
+            return False
+        return not self._waiting and self._bytes_out * 4 <= self.window_bytes * 3
+
     def next_header(
         self, calls: int, nbytes: int, deadline_ns: int | None, now: int, trace: int = 0, strict: bool = False  # noqa: FBT001, FBT002  # hot path
     ) -> Header | None:  # fmt: skip
@@ -194,6 +209,14 @@ class LaneSending:
             effects.append(self._ack(request))
         request.probe_gap = min(max(request.probe_gap * 2, self.timing.probe_first), self.timing.probe_max)
         self._set_probe(request, now + request.probe_gap)
+
+    def _acknowledge(self, request: Request, effects: list[Effect]) -> None:
+        """Say that a large reply has come, so that the callee need not keep it until the next call.
+
+        A PROBE of a place below the floor has no answer; it carries the floor.
+        """
+        if self._floor > request.seq:
+            effects.append(SendTo(self._header(Kind.PROBE, request)))
 
     def _ack(self, request: Request) -> SendTo:
         return SendTo(self._header(Kind.ACK, request)._replace(floor=request.acked))

@@ -75,6 +75,8 @@ class Status(enum.IntEnum):
     EVICTED = 7
     SHUTDOWN = 8
     STOPPED = 9
+    # FAILURE and END: it ran to its end, and its reply was not kept for lack of room
+    NOT_KEPT = 14
     # PROGRESS: where the call is
     HELD = 10
     QUEUED = 11

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -14,10 +15,13 @@ from zbus.protocol.messages import Buffers, Execute
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["STREAM_WINDOW", "Chunks", "RunningStream"]
+__all__ = ["STREAM_BYTES", "STREAM_WINDOW", "Chunks", "RunningStream"]
 
 STREAM_WINDOW: Final = 64
 """Items a stream may run ahead of what its caller has taken."""
+
+STREAM_BYTES: Final = 64 << 20
+"""Bytes a stream may run ahead; one item may always be on its way, however large."""
 
 _LOOK_S: Final = 1.0
 
@@ -38,18 +42,22 @@ class RunningStream:
         loop: The loop that produces them; None for a thread.
 
     Attributes:
-        sent: Items sent.
-        acked: Items taken by the caller.
+        sent, sent_bytes: Items sent, and their size; the producer's own.
+        acked, acked_bytes: Items taken by the caller, and their size; set by whoever hears of it.
         well: It ended without an error.
     """
 
-    __slots__ = ("_chunks", "_loop", "_loop_event", "_request", "_thread_event", "acked", "sent", "well")
+    __slots__ = (
+        "_chunks", "_loop", "_loop_event", "_request", "_sizes", "_thread_event", "acked", "acked_bytes", "sent",
+        "sent_bytes", "well",
+    )  # fmt: skip
 
     def __init__(self, chunks: Chunks, request: Execute, loop: asyncio.AbstractEventLoop | None) -> None:
         self._chunks = chunks
         self._request = request
-        self.sent = 0
-        self.acked = 0
+        self.sent = self.sent_bytes = 0
+        self.acked = self.acked_bytes = 0
+        self._sizes: deque[int] = deque()  # of the items between the two
         self.well = False
         self._loop = loop
         self._thread_event = threading.Event()
@@ -66,6 +74,8 @@ class RunningStream:
 
     def grant(self, acked: int) -> None:
         """Note that the caller took all items below ``acked``; also wakes a producer that is to look around."""
+        for _ in range(self.acked, min(acked, self.sent)):
+            self.acked_bytes += self._sizes.popleft()
         self.acked = acked
         if self._loop is not None and self._loop_event is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
@@ -75,8 +85,12 @@ class RunningStream:
 
     def send(self, item: Any) -> None:
         """Send the next item; after a wait for credit."""
-        self._chunks.chunk(self._request, self.sent, encode(item, snapshot=True))
-        self.sent += 1
+        frames = encode(item, snapshot=True)
+        size = sum(memoryview(frame).nbytes for frame in frames)
+        self._sizes.append(size)
+        self.sent_bytes += size
+        number, self.sent = self.sent, self.sent + 1
+        self._chunks.chunk(self._request, number, frames)
 
     def wait(self, stopped: Callable[[], bool], method: str) -> None:
         """Wait for credit on the producing thread.
@@ -101,4 +115,5 @@ class RunningStream:
                 await self._loop_event.wait()
 
     def _full(self) -> bool:
-        return self.sent >= self.acked + STREAM_WINDOW
+        ahead = self.sent - self.acked
+        return ahead >= STREAM_WINDOW or (ahead > 0 and self.sent_bytes - self.acked_bytes >= STREAM_BYTES)

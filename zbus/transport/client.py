@@ -85,13 +85,14 @@ _RANK: Final = {
 class _Lane:
     """One lane of a peer: its machine, and who waits for which seq."""
 
-    __slots__ = ("chunks", "gangs", "link", "machine", "sinks")
+    __slots__ = ("chunks", "gangs", "link", "machine", "sinks", "wanted")
 
     def __init__(self, machine: CallerLane, link: _Link) -> None:
         self.machine = machine
         self.link = link
         self.sinks: dict[int, tuple[Sink, int, int]] = {}
         self.chunks: dict[int, tuple[ChunkSink, int]] = {}
+        self.wanted = False  # somebody found it crowded, or was about to look
         self.gangs: dict[int, Callable[[], None]] = {}  # told that the callee holds the request and waits for GO
 
 
@@ -377,6 +378,7 @@ class Client:
         self.counters: dict[str, int] = {}
         self._timing = timing
         self._peers: list[Peer] = []
+        self._room_watchers: list[Callable[[], None]] = []
         self._closed = False
         self.reactor.add_ticker(self._tick)
         self.reactor.start()
@@ -573,6 +575,29 @@ class Client:
             self.execute(lane, effects)
         return seq
 
+    def crowded(self, members: Sequence[Peer], lane: str) -> bool:
+        """Tell whether some member's window has no room, so that a further call would only wait in this process.
+
+        After True, those who ``watch_room`` are told when there is room again.
+        """
+        for peer in members:
+            found = peer.lanes.get(lane)
+            if found is not None and peer.state is not PeerState.DEAD:
+                found.wanted = True  # before the look: whoever makes room after it sees that somebody waits
+                if found.machine.crowded:
+                    return True
+        return False
+
+    def watch_room(self, watcher: Callable[[], None]) -> None:
+        """Call ``watcher`` under the lock when a lane that was crowded has room. ``unwatch_room`` ends it."""
+        with gate, self.reactor.lock:
+            self._room_watchers.append(watcher)
+
+    def unwatch_room(self, watcher: Callable[[], None]) -> None:
+        """Undo ``watch_room``."""
+        with gate, self.reactor.lock:
+            self._room_watchers.remove(watcher)
+
     def cancel(self, placed: Placed) -> None:
         """Ask that a batch should not run. Every call of it still gets exactly one outcome."""
         with gate, self.reactor.lock:
@@ -645,6 +670,10 @@ class Client:
                     lane.chunks.pop(seq, None)
                 sink, member, call = lane.sinks.pop(seq)
                 sink(member, call, effect.outcome)
+                if lane.wanted and lane.machine.roomy:
+                    lane.wanted = False
+                    for watcher in tuple(self._room_watchers):
+                        watcher()
             elif type(effect) is SendTo:
                 lane.link.channel.send(effect.header, effect.buffers)
             elif type(effect) is Chunk:

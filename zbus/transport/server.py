@@ -41,6 +41,7 @@ from zbus.protocol.messages import (
 from zbus.transport.channel import Channel
 from zbus.transport.interrupts import gate
 from zbus.transport.reactor import Reactor
+from zbus.transport.shelf import ReplyShelf
 from zbus.transport.sockets import SocketFactory
 
 __all__ = ["TAKEOVER_S", "Server"]
@@ -95,6 +96,7 @@ class Server:
         guest_lanes: Lanes a guest may use; None for all.
         lease: Returns until when (monotonic ns) nobody else may have this callee's place; None: nobody ever may.
         contact_ns: With ``lease``: how long a word of the controller counts as much as the lease.
+        keep_bytes: How much of large replies stays in memory until their callers have them; beyond it they go to files.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class Server:
         guest_lanes: Sequence[str] | None = ("ctl",),
         lease: Callable[[], int] | None = None,
         contact_ns: int = 0,
+        keep_bytes: int = 256 << 20,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.name = name
@@ -119,7 +122,10 @@ class Server:
         self.clock = clock
         self._now = clock.monotonic_ns
         self.lock = threading.RLock()
-        self.callee = Callee(incarnation, dict(lanes), guest_lanes=guest_lanes)
+        self._shelf = ReplyShelf()
+        self.callee = Callee(
+            incarnation, dict(lanes), guest_lanes=guest_lanes, keep_bytes=keep_bytes, shelf=self._shelf
+        )
         self._factory = factory
         self._dispatch = dispatch
         self._describe = describe
@@ -340,6 +346,7 @@ class Server:
             for channel in self._channels.values():
                 channel.close()
             self._channels.clear()
+            self._shelf.close()
         self._main.close()
         self._bus.close()
 

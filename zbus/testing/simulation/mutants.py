@@ -593,7 +593,7 @@ def a_lost_connection_is_left_to_the_transport(patch: Patch) -> None:
         self.redial_due = 1 << 62
 
 
-@mutant("I5", "I6", "I2", "I4", "validate")
+@mutant("I1", "I5", "I6", "I2", "I4", "validate")
 def given_up_calls_are_sent_later(patch: Patch) -> None:
     """What was settled while the callee was silent goes out when it is back."""
 
