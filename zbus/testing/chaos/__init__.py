@@ -4,7 +4,7 @@
 of a method to a ground-truth file, calls them from threads and an event loop through a fault proxy, meanwhile kills,
 stops and cuts them, and afterwards checks the history of all calls against the file. Modules: ``subject`` (the engine),
 ``truth`` (its file), ``history`` (what the callers saw), ``load`` (the callers), ``nemesis`` (the faults), ``checker``,
-``soak`` (all together).
+``traces`` (what the trial's traces must say), ``memory``, ``soak`` (all together).
 """
 
 from __future__ import annotations

@@ -24,6 +24,8 @@ from zbus.registry.records import Records
 from zbus.runtime.processes import ProcessHandle
 from zbus.testing.chaos.truth import running_on
 from zbus.testing.proxy import FaultProxy, Rule
+from zbus.trace.export import sidecar_record
+from zbus.trace.launch import Sidecar
 
 __all__ = ["Fault", "Nemesis", "plan"]
 
@@ -44,6 +46,7 @@ _WEIGHTS: Final = {
     "replay": 2,
     "sick_disk": 1,
 }
+_TRACED: Final = {"sidecar_kill": 1, "sidecar_stop": 1}
 
 
 _MOMENT_S: Final = 0.5
@@ -67,7 +70,9 @@ class Fault(NamedTuple):
     amount: int
 
 
-def plan(seed: int, seconds: float, ranks: int, *, gap_s: tuple[float, float] = (0.2, 0.8)) -> list[Fault]:
+def plan(
+    seed: int, seconds: float, ranks: int, *, gap_s: tuple[float, float] = (0.2, 0.8), traced: bool = False
+) -> list[Fault]:
     """Return the faults of a run: a pure function of its arguments.
 
     Args:
@@ -75,12 +80,14 @@ def plan(seed: int, seconds: float, ranks: int, *, gap_s: tuple[float, float] = 
         seconds: Length of the run; the last second stays free of faults.
         ranks: Number of workers.
         gap_s: Shortest and longest pause between two faults.
+        traced: Harm the trace sidecar too.
     """
+    weights = {**_WEIGHTS, **_TRACED} if traced else _WEIGHTS
     chance = random.Random(f"nemesis.{seed}")  # noqa: S311  # faults, not secrets
     faults = []
     at = chance.uniform(*gap_s)
     while at < seconds - 1.0:
-        kind = chance.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
+        kind = chance.choices(list(weights), list(weights.values()))[0]
         faults.append(Fault(at, kind, chance.randrange(ranks), chance.uniform(0.05, 1.0), chance.randrange(1, 40)))
         at += chance.uniform(*gap_s)
     return faults
@@ -96,6 +103,7 @@ class Nemesis:
         proxy: Between the callers and the workers.
         truth: The ground-truth file, to see what runs.
         log_file: Where each injected fault is written.
+        trial: The trial's directory, to restart its trace sidecar.
 
     Attributes:
         injected: How many were injected, by kind.
@@ -103,7 +111,15 @@ class Nemesis:
     """
 
     def __init__(
-        self, faults: list[Fault], role: str, records: Records, proxy: FaultProxy, *, truth: Path, log_file: Path
+        self,
+        faults: list[Fault],
+        role: str,
+        records: Records,
+        proxy: FaultProxy,
+        *,
+        truth: Path,
+        log_file: Path,
+        trial: Path,
     ) -> None:
         self.injected: Counter[str] = Counter()
         self.kills = 0
@@ -113,6 +129,9 @@ class Nemesis:
         self._records = records
         self._proxy = proxy
         self._truth = truth
+        self._trial = trial
+        self._sidecars: list[Sidecar] = []
+        self._killed: set[int] = set()
         self._log = log_file.open("w", encoding="utf-8")
         self._began = 0.0
         self._heals: list[tuple[float, int, Callable[[], None]]] = []
@@ -135,6 +154,15 @@ class Nemesis:
             heapq.heappop(self._heals)[2]()
         self._proxy.heal()
         self._log.close()
+
+    def end_sidecars(self) -> list[str]:
+        """End the sidecars that were started here, once the traced processes are gone; return what went wrong."""
+        ended = [(one, one.stop()) for one in self._sidecars]
+        return [
+            f"a restarted sidecar ended with code {one.process.returncode}"
+            for one, well in ended
+            if not well and one.process.pid not in self._killed
+        ]
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -276,6 +304,49 @@ class Nemesis:
         sent = self._proxy.replay(worker, last=fault.amount)
         back = self._proxy.replay(worker, direction="reply", last=fault.amount)
         return f"{sent} requests, {back} replies"
+
+    def _sidecar_kill(self, fault: Fault, _worker: str) -> str:
+        """Kill the trace sidecar; another one is started a little later."""
+        pid = self._await_sidecar()
+        os.kill(pid, signal.SIGKILL)
+        self._killed.add(pid)
+        self._later(fault.seconds, self._restart_sidecar)
+        return f"pid {pid}"
+
+    def _sidecar_stop(self, fault: Fault, _worker: str) -> str:
+        pid = self._await_sidecar()
+        os.kill(pid, signal.SIGSTOP)
+
+        def go_on() -> None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+        self._later(fault.seconds, go_on)
+        return f"pid {pid}"
+
+    def _restart_sidecar(self) -> None:
+        if self._sidecar() is None:
+            self._sidecars.append(Sidecar.start(self._trial))
+
+    def _sidecar(self) -> int | None:
+        """Return the process id of the sidecar, or None while there is none."""
+        record = sidecar_record(self._trial / "registry")
+        if record is not None and record.pid not in self._killed:
+            return record.pid
+        begun = [one.process.pid for one in self._sidecars if one.process.poll() is None]
+        return next((pid for pid in begun if pid not in self._killed), None)
+
+    def _await_sidecar(self) -> int:
+        """Return the process id of a sidecar that can be found, starting one if it was just killed."""
+        self._restart_sidecar()
+        until = time.monotonic() + 10.0
+        while time.monotonic() < until:
+            record = sidecar_record(self._trial / "registry")
+            if record is not None and record.pid not in self._killed:
+                return record.pid
+            time.sleep(0.02)
+        msg = "no trace sidecar for 10 s"
+        raise RuntimeError(msg)
 
     def _sick_disk(self, fault: Fault, _worker: str) -> str:
         """No file of the agent can grow: what it writes to the registry fails, as on a full disk."""

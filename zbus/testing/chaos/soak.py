@@ -27,8 +27,10 @@ from zbus.registry.records import Records
 from zbus.testing.chaos.checker import Findings, check
 from zbus.testing.chaos.history import History, read_history
 from zbus.testing.chaos.load import GRACE_S, Load
+from zbus.testing.chaos.memory import Memory
 from zbus.testing.chaos.nemesis import Nemesis, plan
 from zbus.testing.chaos.subject import GEN_CONCURRENCY
+from zbus.testing.chaos.traces import TraceFindings, check_traces
 from zbus.testing.chaos.truth import runs_of
 from zbus.testing.proxy import FaultProxy, between, quick
 
@@ -61,6 +63,8 @@ class Report:
     problems: list[str] = field(default_factory=list)
     restarts: int = 0
     rss_mb: tuple[float, float] = (0.0, 0.0)
+    rss_slopes: dict[str, float] = field(default_factory=dict)
+    traces: TraceFindings | None = None
     messages: dict[str, int] = field(default_factory=dict)
     directory: str = ""
 
@@ -73,6 +77,8 @@ class Report:
     def failures(self) -> list[str]:
         """All that is wrong, in words."""
         found = [*self.problems, *self.findings.examples]
+        if self.traces is not None:
+            found += [f"trace: {text}" for text in self.traces.broken]
         found += [f"orphan: {text}" for text in self.orphans] + [f"leak: {text}" for text in self.leaks]
         if self.faults < self.planned:
             found.append(f"only {self.faults} of {self.planned} planned faults were injected")
@@ -109,6 +115,8 @@ class Report:
             "began_no_end": findings.began,
             "messages": self.messages,
             "rss_mb": list(self.rss_mb),
+            "rss_mb_per_minute": self.rss_slopes,
+            "trace": None if self.traces is None else self.traces.as_json(),
             "failures": self.failures,
             "directory": self.directory,
         }
@@ -126,7 +134,7 @@ def run_soak(seconds: float, seed: int = 0, *, workers: int = 4, directory: Path
     made = Path(tempfile.mkdtemp(prefix="zbus-soak-")) if directory is None else directory
     made.mkdir(parents=True, exist_ok=True)
     _warm_up(made / "warm-up")
-    faults = plan(seed, seconds, workers)
+    faults = plan(seed, seconds, workers, traced=_traced(seed))
     report = Report(seed=seed, seconds=seconds, planned=len(faults), directory=str(made))
     before = _Belongings.now()
     with _logged(made / "controller.log"), History(made / "history.jsonl") as history:
@@ -134,7 +142,10 @@ def run_soak(seconds: float, seed: int = 0, *, workers: int = 4, directory: Path
         report.calls = history.calls
     report.leaks += before.missing_now()
     report.orphans += _orphans(made)
-    report.findings = check(read_history(made / "history.jsonl"), runs_of(made / "truth.log"))
+    truth = runs_of(made / "truth.log")
+    report.findings = check(read_history(made / "history.jsonl"), truth)
+    if _traced(seed):
+        report.traces = check_traces(made / "soak" / "run", truth, _ROLE)
     if directory is None and not report.failures:
         _remove(made)
     return report
@@ -172,22 +183,33 @@ def _run(
         bus = Controller.launch(
             "soak", {_ROLE: role}, root=made, trial="run", startup_timeout=60.0, config=_config(seed)
         )
-        runtime = ""
+        runtime, nemesis = "", None
         try:
             records = Records(FileRegistry(bus.trial.registry, create=False))
             epoch = records.current_epoch()
             runtime = "" if epoch is None else epoch.runtime_dir
             group = bus.group(_ROLE)
-            nemesis = Nemesis(faults, _ROLE, records, proxy, truth=made / "truth.log", log_file=made / "faults.jsonl")
+            nemesis = Nemesis(
+                faults,
+                _ROLE,
+                records,
+                proxy,
+                truth=made / "truth.log",
+                log_file=made / "faults.jsonl",
+                trial=Path(bus.trial.path),
+            )
+            agents = [(f"agent {agent.role}", agent.pid) for agent in records.agents(_ROLE)]
+            memory = Memory(max(1.0, seconds / 60), lambda: agents)
             load = Load(group, history, seed)
             load.start()
             nemesis.start()
-            time.sleep(seconds / 4)
-            early = _rss_mb()
-            time.sleep(seconds * 3 / 4)
+            time.sleep(seconds / 3)
+            memory.start()
+            time.sleep(seconds * 2 / 3)
+            memory.stop()
             nemesis.stop()
             report.problems += [f"caller {name} hangs" for name in load.stop(_SETTLE_S)] + load.errors
-            report.rss_mb = (early, _rss_mb())
+            report.rss_mb, report.rss_slopes = memory.ends(), memory.slopes()
             report.problems += nemesis.errors
             report.injected, report.kills = nemesis.injected, nemesis.kills
             report.messages = dict(proxy.counters)
@@ -202,14 +224,22 @@ def _run(
             records.close()
         finally:
             bus.close()
+            if nemesis is not None:
+                report.problems += nemesis.end_sidecars()
     if runtime and Path(runtime).exists():
         report.leaks.append(f"socket directory {runtime}: {sorted(p.name for p in Path(runtime).iterdir())}")
 
 
 def _config(seed: int) -> Config:
-    """Return the config of a run: every second one is not traced, since plain calls then take a shorter way."""
+    """Return the config of a run: every second one is traced, through a sidecar."""
     config = Config()
-    return replace(config, trace=replace(config.trace, level="off" if seed % 2 else "rpc"))
+    traced = _traced(seed)
+    return replace(config, trace=replace(config.trace, level="rpc" if traced else "off", sidecar=traced))
+
+
+def _traced(seed: int) -> bool:
+    """Return whether a run is traced; plain calls of the others take a shorter way."""
+    return seed % 2 == 0
 
 
 def _recovered(group: Any) -> list[str]:
@@ -306,11 +336,6 @@ def _processes_of(made: Path) -> Iterator[str]:
             state = (entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
             if state not in "ZX" and (mark in command or mark in (entry / "environ").read_bytes()):
                 yield f"{entry.name} {command[:80]!r}"
-
-
-def _rss_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return round(pages * os.sysconf("SC_PAGESIZE") / 1e6, 1)
 
 
 def _remove(made: Path) -> None:

@@ -1,0 +1,85 @@
+"""Whether memory stays flat: what this process and the agents hold, sampled while the soak runs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+__all__ = ["Memory"]
+
+_MIB: Final = 1 << 20
+
+
+class Memory:
+    """Samples resident memory on a thread of its own.
+
+    Memory that was freed is given back to the system before this process is measured: the C library keeps freed pieces
+    for each thread, which grow for minutes under messages of all sizes and say nothing of what is held.
+
+    Args:
+        every_s: Seconds between samples.
+        others: Gives the processes to watch beside this one, by name.
+    """
+
+    def __init__(self, every_s: float, others: Callable[[], Iterable[tuple[str, int]]]) -> None:
+        self._every_s = every_s
+        self._others = others
+        self._samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="soak-memory", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Take a last sample and end."""
+        self._over.set()
+        self._thread.join()
+
+    def ends(self) -> tuple[float, float]:
+        """Return the first and the last sample of this process, in MiB."""
+        own = self._samples["self"]
+        return round(own[0][1], 1), round(own[-1][1], 1)
+
+    def slopes(self) -> dict[str, float]:
+        """Return the growth of each process that was there all the time, in MiB per minute."""
+        longest = max(map(len, self._samples.values()))
+        return {
+            name: round(60.0 * statistics.linear_regression(*zip(*samples, strict=True)).slope, 2)
+            for name, samples in sorted(self._samples.items())
+            if len(samples) == longest > 2
+        }
+
+    def _run(self) -> None:
+        while not self._over.wait(self._every_s):
+            self._take()
+        self._take()
+
+    def _take(self) -> None:
+        now = time.monotonic()
+        _give_back()
+        self._samples["self"].append((now, _rss_mib(os.getpid())))
+        for name, pid in self._others():
+            with contextlib.suppress(OSError):
+                self._samples[name].append((now, _rss_mib(pid)))
+
+
+def _give_back() -> None:
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _rss_mib(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") / _MIB
