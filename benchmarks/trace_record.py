@@ -1,9 +1,15 @@
 """Recording spans: ours on and off beside a bare ring, VizTracer's log_event and AReaL's trace_scope.
 
-    python benchmarks/trace_record.py --json         # one JSON line per recorder; ns per span with two args
+    python benchmarks/trace_record.py --json         # one JSON line per recorder, then one per ratio
 
-Each recorder runs in a fresh process, the minimum of several rounds. AReaL is not a package here: AREAL_CHECKOUT names
-a checkout or its unpacked wheel; of it only ``perf_tracer.py`` is loaded, with the two modules it imports stubbed.
+Each recorder lives in a process of its own and all take turns, round by round; a span has a name, a category and two
+args. Figures are CPU nanoseconds per span: ``record`` of the recording thread, ``record_and_flush`` of the whole process
+with what writes the spans to a file (``--burst`` spans at a time, as a training step would). A ratio is the median
+over the rounds of the two figures of one round, so the machine's ups and downs cancel out. The bare ring is two looks
+at the clock and a tuple put into a bounded deque, in line.
+
+AReaL is not a package here: AREAL_CHECKOUT names a checkout or its unpacked wheel; of it only ``perf_tracer.py`` is
+loaded, with the two modules it imports stubbed.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import importlib.util
 import json
 import logging
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,28 +32,38 @@ from pathlib import Path
 from typing import Any
 
 RECORDERS = ("ring", "zbus", "zbus-off", "viztracer", "areal", "areal-off")
+RATIOS = (  # ours, whose, of what, at most
+    ("zbus", "areal", "record", 0.30),
+    ("zbus", "viztracer", "record", 0.50),
+    ("zbus", "ring", "record", 6.0),
+    ("zbus-off", "areal-off", "record", 0.60),
+    ("zbus", "areal", "record_and_flush", 0.12),
+)
 Loop = Callable[[int], None]
 Flush = Callable[[], None]
 
 
 def ring() -> tuple[Loop, Flush]:
-    """Append two clock readings and a tuple to a bounded deque, in line: the floor."""
-    put, now = collections.deque[Any](maxlen=1 << 16).append, time.monotonic_ns
+    """Append two clock readings and a tuple to a bounded deque, in line: the floor. Emptied like all the others."""
+    kept = collections.deque[Any](maxlen=1 << 16)
+    put, now = kept.append, time.monotonic_ns
 
     def loop(count: int) -> None:
         for step in range(count):
             begin = now()
             put(("forward", "compute", begin, now(), step, 7))
 
-    return loop, lambda: None
+    return loop, kept.clear
 
 
 def zbus(level: str) -> tuple[Loop, Flush]:
-    """Record with ``zbus.trace.span``; the flush is the writer's own."""
+    """Record with ``zbus.trace.span``; the flush is the writer's own. asyncio is there, as in every worker."""
+    import asyncio  # noqa: F401  # spans then ask for the running task
+
     from zbus import trace
 
     config = trace.TraceConfig(root=tempfile.mkdtemp(), level=level, run="e/t", flush_period_s=3600, ring_size=1 << 21)
-    tracer = trace.configure(config, role="actor", rank=0)
+    trace.configure(config, role="actor", rank=0)
     span = trace.span
 
     def loop(count: int) -> None:
@@ -54,7 +71,7 @@ def zbus(level: str) -> tuple[Loop, Flush]:
             with span("forward", category="compute", global_step=step, micro=7):
                 pass
 
-    return loop, tracer.flush if hasattr(tracer, "flush") else lambda: trace.save_perf_tracer(force=True)
+    return loop, lambda: trace.save_perf_tracer(force=True)
 
 
 def viztracer() -> tuple[Loop, Flush]:
@@ -118,8 +135,8 @@ def areal(*, enabled: bool) -> tuple[Loop, Flush]:
     return loop, lambda: module.save(force=True)
 
 
-def one(name: str, count: int, rounds: int) -> None:
-    """Measure one recorder in this process."""
+def serve(name: str, spans: int, burst: int) -> None:
+    """Be one recorder: a round per line of input, its figures as a line of output."""
     if name.startswith("areal"):
         loop, flush = areal(enabled=name == "areal")
     elif name.startswith("zbus"):
@@ -128,14 +145,47 @@ def one(name: str, count: int, rounds: int) -> None:
         loop, flush = {"ring": ring, "viztracer": viztracer}[name]()
     loop(1000)
     flush()
-    record, both = [], []
-    for _ in range(rounds):
-        cpu, mine = time.process_time_ns(), time.thread_time_ns()  # not the wall clock: cores may be shared
-        loop(count)
-        record.append((time.thread_time_ns() - mine) / count)
-        flush()
-        both.append((time.process_time_ns() - cpu) / count)
-    print(json.dumps({"record_cpu_ns": round(min(record)), "record_and_flush_cpu_ns": round(min(both))}))
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        record = 0
+        cpu = time.process_time_ns()  # not the wall clock: cores may be shared
+        for _ in range(spans // burst):
+            mine = time.thread_time_ns()
+            loop(burst)
+            record += time.thread_time_ns() - mine
+            flush()
+        both = time.process_time_ns() - cpu
+        print(json.dumps({"record": record / spans, "record_and_flush": both / spans}), flush=True)
+
+
+class Recorder:
+    """A recorder in its process."""
+
+    def __init__(self, name: str, spans: int, burst: int) -> None:
+        command = [sys.executable, __file__, "--serve", name, "--spans", str(spans), "--burst", str(burst)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.rounds: list[dict[str, float]] = []
+        self._answer()
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise ChildProcessError(f"exit code {self.process.wait()}")  # noqa: TRY003
+        return answer
+
+    def round(self) -> None:
+        """Run one round."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        self.rounds.append(json.loads(self._answer()))
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
 
 
 def missing(name: str) -> str:
@@ -146,38 +196,49 @@ def missing(name: str) -> str:
 
 
 def main() -> None:
-    """Run every recorder in a process of its own."""
+    """Let all recorders take turns and print their figures and ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--spans", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--spans", type=int, default=100_000, help="spans per round")
+    parser.add_argument("--burst", type=int, default=10_000, help="spans between two flushes")
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        one(options.one, options.spans, options.rounds)
+    if options.serve:
+        serve(options.serve, options.spans, options.burst)
         return
-    for name in RECORDERS:
-        row: dict[str, Any] = {"bench": "trace_record", "recorder": name}
-        reason = missing(name)
-        if reason:
-            row["skipped"] = reason
-        else:
-            command = [
-                sys.executable,
-                __file__,
-                "--one",
-                name,
-                "--spans",
-                str(options.spans),
-                "--rounds",
-                str(options.rounds),
-            ]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            row |= json.loads(done.stdout) if not done.returncode else {"error": done.stderr.strip()[-200:]}
+
+    def show(row: dict[str, Any]) -> None:
+        row = {"bench": "trace_record"} | row
         print(
             json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items() if k != "bench"),
             flush=True,
         )
+
+    recorders: dict[str, Recorder] = {}
+    for name in RECORDERS:
+        reason = missing(name)
+        if reason:
+            show({"recorder": name, "skipped": reason})
+            continue
+        try:
+            recorders[name] = Recorder(name, options.spans, options.burst)
+        except ChildProcessError as error:
+            show({"recorder": name, "error": str(error)})
+    for _ in range(options.rounds):
+        for recorder in recorders.values():
+            recorder.round()
+    for name, recorder in recorders.items():
+        recorder.close()
+        kinds = ("record", "record_and_flush")
+        figures = {kind: round(statistics.median(r[kind] for r in recorder.rounds)) for kind in kinds}
+        best = {f"{kind}_best": round(min(r[kind] for r in recorder.rounds)) for kind in kinds}
+        show({"recorder": name, "unit": "CPU ns per span", **figures, **best})
+    for ours, theirs, kind, bar in RATIOS:
+        if ours in recorders and theirs in recorders:
+            pairs = zip(recorders[ours].rounds, recorders[theirs].rounds, strict=True)
+            ratio = statistics.median(mine[kind] / other[kind] for mine, other in pairs)
+            show({"ratio": f"{ours} / {theirs}", "of": kind, "median": round(ratio, 3), "at_most": bar})
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["freeze", "freeze_in_place"]
+__all__ = ["MAX_TEXT", "freeze", "freeze_in_place"]
 
-_MAX_TEXT: Final = 4096
+MAX_TEXT: Final = 4096
+"""Characters of a text that are kept."""
 _MAX_REPR: Final = 200
 _MAX_ITEMS: Final = 32
 _MAX_DEPTH: Final = 4
@@ -28,7 +29,7 @@ def freeze_in_place(args: dict[str, Any]) -> None:
         if cls is int:
             if _MIN_INT <= value <= _MAX_INT:
                 continue
-        elif cls in _PLAIN or (cls is str and len(value) <= _MAX_TEXT):
+        elif cls in _PLAIN or (cls is str and len(value) <= MAX_TEXT):
             continue
         args[key] = freeze(value)
 
@@ -52,7 +53,7 @@ def _freeze(value: Any, depth: int) -> Any:
     if isinstance(value, enum.Enum):
         return f"{cls.__name__}.{value.name}"
     if isinstance(value, str):
-        return _cut(str.__str__(value), _MAX_TEXT)
+        return _cut(str.__str__(value), MAX_TEXT)
     if isinstance(value, int):
         return _freeze_int(int.__int__(value))
     if isinstance(value, float):
@@ -92,7 +93,7 @@ def _freeze_object(value: Any, cls: type) -> Any:
             return plain if type(plain) in (int, float, bool) else _cut(str(plain), _MAX_REPR)
         return f"{cls.__name__}({value.dtype}, {list(shape)})"
     if isinstance(value, os.PathLike):
-        return _cut(str(os.fspath(value)), _MAX_TEXT)
+        return _cut(str(os.fspath(value)), MAX_TEXT)
     if isinstance(value, BaseException):
         return _cut(f"{cls.__name__}: {value}", _MAX_REPR)
     if vars(object)["__repr__"] is getattr(cls, "__repr__", None):

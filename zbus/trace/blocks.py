@@ -7,7 +7,7 @@ from typing import Any, Final
 import msgspec
 
 from zbus.trace.events import Event, Expander, encode_event, encode_events, plain_json
-from zbus.trace.tracer import Record
+from zbus.trace.tracer import SPAN_FIELDS, Record, span_records
 
 __all__ = [
     "Block",
@@ -23,11 +23,22 @@ __all__ = [
 
 
 class ThreadPart(msgspec.Struct, array_like=True):
-    """The records of one thread, in the order it made them."""
+    """The records of one thread, in the order it made them; ``spans`` as in ``Ring.spans``."""
 
     tid: int
     name: str
     records: list[Any]
+    spans: list[Any] = msgspec.field(default_factory=list)
+
+    def __len__(self) -> int:
+        """Return the number of records, spans too."""
+        return len(self.records) + len(self.spans) // SPAN_FIELDS
+
+    def halves(self) -> tuple[ThreadPart, ThreadPart]:
+        """Return two parts, neither of them empty, that together are this one of two records or more."""
+        records = [*span_records(self.spans), *self.records]
+        half = len(records) // 2
+        return ThreadPart(self.tid, self.name, records[:half]), ThreadPart(self.tid, self.name, records[half:])
 
 
 class LossLine(msgspec.Struct, array_like=True):
@@ -62,7 +73,7 @@ class Block(msgspec.Struct, array_like=True):
     @property
     def records(self) -> int:
         """Number of records."""
-        return sum(len(part.records) for part in self.threads)
+        return sum(map(len, self.threads))
 
 
 class BlockLines(msgspec.Struct):
@@ -84,7 +95,8 @@ def encode_block(block: Block) -> bytes:
     except (ValueError, TypeError, OverflowError, RecursionError):
         for part in block.threads:
             part.name = plain_json(part.name)
-            part.records = [_encodable(record) for record in part.records]
+            part.records = [_encodable(record) for record in [*part.records, *span_records(part.spans)]]
+            part.spans = []
         return _encoder.encode(block)
 
 
@@ -127,7 +139,13 @@ def expand(block: Block, expander: Expander, names: dict[int, str], who: dict[st
         if names.get(part.tid) != part.name:
             names[part.tid] = part.name
             out.append(Event("thread_name", "M", pid=pid, tid=part.tid, args={"name": part.name, **who}))
-        for record in part.records:
+        records = part.records
+        if part.spans:
+            try:
+                out += expander.spans(part.spans, part.tid)
+            except Exception:  # noqa: BLE001  # one of them is malformed: one by one, then
+                records = [*span_records(part.spans), *records]
+        for record in records:
             before = len(out)
             try:
                 turn(record, part.tid, out)

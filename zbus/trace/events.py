@@ -11,12 +11,15 @@ from typing import Any, Final
 
 import msgspec
 
-from zbus.trace.tracer import BATCH, CLIENT, COUNTER, FLOW, INSTANT, PROFILE, SERVER, SPAN, Record
+from zbus.trace.args import freeze
+from zbus.trace.tracer import BATCH, CLIENT, COUNTER, FLOW, INSTANT, PROFILE, SERVER, SPAN, SPAN_FIELDS, Record
 
 __all__ = [
     "ROW_BASE",
+    "ArrowEnd",
     "Event",
     "Expander",
+    "Instant",
     "bus_flow_ids",
     "call_id",
     "encode_event",
@@ -32,7 +35,7 @@ ROW_BASE: Final = 10_000_000
 _ROWS: Final = 1 << 24
 
 
-class Event(msgspec.Struct, omit_defaults=True):
+class Event(msgspec.Struct, omit_defaults=True, gc=False):  # no cycles; a collector that visits them costs threefold
     """One line of a trace file: the keys of the Chrome trace format, plus ``track``.
 
     ``ts`` and ``dur`` are microseconds with nanosecond decimals. Events of one thread with different ``track`` (a
@@ -46,12 +49,22 @@ class Event(msgspec.Struct, omit_defaults=True):
     pid: int = 0
     tid: int = 0
     cat: str = ""
-    s: str = ""
     track: str = ""
+    args: dict[str, Any] | None = None
+
+
+class Instant(Event, omit_defaults=True, gc=False):
+    """A moment; ``s`` is its scope."""
+
+    s: str = ""
+
+
+class ArrowEnd(Event, omit_defaults=True, gc=False):
+    """A span at which an arrow leaves or arrives."""
+
     bind_id: str = ""
     flow_out: bool = False
     flow_in: bool = False
-    args: dict[str, Any] | None = None
 
 
 _encoder = msgspec.json.Encoder(order=None)
@@ -110,9 +123,11 @@ def _text(text: str) -> str:
 
 
 def plain_json(value: Any) -> Any:
-    """Return a frozen value with texts that no encoder refuses: lone surrogates become escapes."""
+    """Return a frozen value as no encoder refuses it: lone surrogates become escapes, huge numbers texts."""
     if isinstance(value, str):
         return _text(value)
+    if isinstance(value, int):
+        return freeze(value)
     if isinstance(value, dict):
         return {_text(str(k)): plain_json(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -143,6 +158,19 @@ class Expander:
         """Return microseconds since the run epoch."""
         return (at_ns - self._epoch) / 1000
 
+    def spans(self, fields: list[Any], tid: int) -> list[Event]:
+        """Return the events of spans whose fields stand one after the other, as in ``Ring.spans``.
+
+        Raises:
+            Exception: One of them is no span.
+        """
+        epoch, pid = self._epoch, self._pid
+        values = iter(fields)
+        return [
+            Event(name, "X", (start - epoch) / 1000, (end - start) / 1000, pid, tid, cat, task or "", args or None)
+            for name, cat, start, end, args, task in zip(*[values] * SPAN_FIELDS, strict=False)
+        ]
+
     def expand(self, record: Record, tid: int, out: list[Event]) -> None:
         """Append the events of ``record``, recorded by thread ``tid``, to ``out``; an enclosing span comes first.
 
@@ -151,10 +179,7 @@ class Expander:
         """
         kind = record[0]
         if kind == SPAN:
-            _, name, cat, start, end, args, task = record
-            ts = (start - self._epoch) / 1000
-            dur = (end - start) / 1000
-            out.append(Event(name, "X", ts, dur, self._pid, tid, cat, track=task or "", args=args or None))
+            out += self.spans(list(record[1:]), tid)
         elif kind == CLIENT:
             self._client(record, out)
         elif kind == SERVER:
@@ -162,7 +187,7 @@ class Expander:
         elif kind == INSTANT:
             _, name, cat, at, scope, args, task = record
             ts = self.ts(at)
-            out.append(Event(name, "i", ts, None, self._pid, tid, cat, scope, task or "", args=args or None))
+            out.append(Instant(name, "i", ts, None, self._pid, tid, cat, task or "", args or None, scope))
         elif kind == COUNTER:
             _, name, at, series = record
             numbers = {k: v for k, v in series.items() if _is_number(v)}
@@ -170,10 +195,10 @@ class Expander:
                 out.append(Event(name, "C", self.ts(at), None, self._pid, tid, args=numbers))
         elif kind == FLOW:
             _, key, direction, at, task = record
-            event = Event(f"flow {key}", "X", self.ts(at), 0.0, self._pid, tid, "flow", track=task or "")
-            event.bind_id = user_flow_id(self._run, key)
-            event.flow_out, event.flow_in = direction == "out", direction != "out"
-            out.append(event)
+            end = ArrowEnd(f"flow {key}", "X", self.ts(at), 0.0, self._pid, tid, "flow", track=task or "")
+            end.bind_id = user_flow_id(self._run, key)
+            end.flow_out, end.flow_in = direction == "out", direction != "out"
+            out.append(end)
         elif kind == BATCH:
             self._batch(record, tid, out)
         elif kind == PROFILE:
@@ -197,6 +222,15 @@ class Expander:
         out.append(event)
         return event
 
+    def _arrow(
+        self, out: list[Event], label: str, times: tuple[int, int], tid: int, track: str, arrow: str, *, leaves: bool
+    ) -> ArrowEnd:
+        start, end = times
+        dur = max(0, end - start) / 1000
+        event = ArrowEnd(label, "X", self.ts(start), dur, self._pid, tid, "rpc", track, None, arrow, leaves, not leaves)
+        out.append(event)
+        return event
+
     def _client(self, record: Record, out: list[Event]) -> None:
         _, session, worker, incarnation, lane, seq, attempt, method, *rest = record
         submit, encoded, sent, reply, decoded, bytes_out, bytes_in, outcome, batch = rest
@@ -214,18 +248,16 @@ class Expander:
             part.args = {"kind": "encode", "call": call}
         if sent:
             # The arrow leaves where sending begins: the worker may have the request before the caller notes it as sent.
-            leaves = None
             if encoded:
-                leaves = self._span(out, "send", (encoded, sent), tid, call)
-                leaves.args = {"kind": "send", "call": call, "attempt": attempt}
-            part = self._span(out, "wire", (sent, reply or decoded), tid, call)
-            part.args = {"kind": "wire", "call": call, "attempt": attempt}
-            leaves = leaves or part
-            leaves.bind_id, leaves.flow_out = request, True
+                part = self._arrow(out, "send", (encoded, sent), tid, call, request, leaves=True)
+                part.args = {"kind": "send", "call": call, "attempt": attempt}
+                wire = self._span(out, "wire", (sent, reply or decoded), tid, call)
+            else:
+                wire = self._arrow(out, "wire", (sent, reply or decoded), tid, call, request, leaves=True)
+            wire.args = {"kind": "wire", "call": call, "attempt": attempt}
         if reply:
-            part = self._span(out, "decode", (reply, decoded), tid, call)
+            part = self._arrow(out, "decode", (reply, decoded), tid, call, answer, leaves=False)
             part.args = {"kind": "return", "call": call, "attempt": attempt}
-            part.bind_id, part.flow_in = answer, True
 
     def _server(self, record: Record, tid: int, out: list[Event]) -> None:
         _, session, worker, incarnation, lane, seq, attempt, method, *rest = record
@@ -234,10 +266,10 @@ class Expander:
         call = call_id(session, worker, incarnation, lane, seq)
         request, answer = bus_flow_ids(session, worker, incarnation, lane, seq, attempt)
         end = start or decoded or run_end or encoded or arrived
-        queue = self._span(out, f"queue {method}", (arrived, end), self._row(f"queue {lane}", out), call)
+        row = self._row(f"queue {lane}", out)
+        queue = self._arrow(out, f"queue {method}", (arrived, end), row, call, request, leaves=False)
         queue.args = {"kind": "queue", "call": call, "method": method, "worker": worker, "lane": lane, "seq": seq}
         queue.args |= {"attempt": attempt, "outcome": outcome}
-        queue.bind_id, queue.flow_in = request, True
         track = task or ""
         if start and decoded:
             part = self._span(out, "decode", (start, decoded), tid, track)
@@ -247,9 +279,8 @@ class Expander:
             part.args = {"kind": "run", "call": call, "method": method, "attempt": attempt, "outcome": outcome}
             part.args |= {"lane": lane, "seq": seq}
         if encoded:
-            part = self._span(out, "reply", (run_end or decoded or end, encoded), tid, track)
+            part = self._arrow(out, "reply", (run_end or decoded or end, encoded), tid, track, answer, leaves=True)
             part.args = {"kind": "reply", "call": call, "attempt": attempt}
-            part.bind_id, part.flow_out = answer, True
 
     def _batch(self, record: Record, tid: int, out: list[Event]) -> None:
         _, method, batch, lane, members, calls, submit, done, merged, outcome, task = record

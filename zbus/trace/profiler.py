@@ -47,7 +47,7 @@ class ProfiledScope(Span):
         enable: bool,
         profiler_args: Mapping[str, Any] | None,
     ) -> None:
-        super().__init__(tracer, name, category, args)
+        self._tracer, self._name, self._category, self._args = tracer, name, category, args
         step = args.get("global_step")
         self._step = step if isinstance(step, int) else None
         self._wanted = enable
@@ -60,7 +60,7 @@ class ProfiledScope(Span):
         if self._step is not None:
             self._token = current_step.set(self._step)
         tracer = self._tracer
-        if self._wanted and tracer is not None and current_step.get() in tracer.profile_steps:
+        if self._wanted and current_step.get() in tracer.profile_steps:
             self._begin(tracer)
         return super().__enter__()
 
@@ -69,7 +69,7 @@ class ProfiledScope(Span):
     ) -> None:
         super_exit = super().__exit__
         try:
-            if self._profile is not None and self._tracer is not None:
+            if self._profile is not None:
                 self._end(self._tracer)
         finally:
             if self._token is not None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
+import itertools
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, overload
 
 from zbus.trace import tracer as tracer_module
-from zbus.trace.args import freeze_in_place
-from zbus.trace.tracer import COUNTER, FLOW, INSTANT, SPAN, Tracer, current_task_name, get_tracer
+from zbus.trace.args import MAX_TEXT, freeze_in_place
+from zbus.trace.tracer import COUNTER, FLOW, INSTANT, Tracer, current_task_name, get_tracer
 
 __all__ = [
     "Span",
@@ -31,9 +31,7 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_ASYNCIO: Final = "asyncio.tasks"
-_modules = sys.modules
-_current = tracer_module._current  # noqa: SLF001  # the hot path reads it where it stands
+_PLAIN: Final = frozenset({float, bool, type(None)})
 
 
 class Span:
@@ -42,38 +40,50 @@ class Span:
     An exception that leaves the block is noted as ``args.error`` and goes on.
     """
 
+    # No __init__: a call of it would cost a tenth of a span. Whoever makes one sets all but _start.
     __slots__ = ("_args", "_category", "_name", "_start", "_tracer")
 
-    def __init__(self, tracer: Tracer | None, name: str, category: str, args: dict[str, Any]) -> None:
-        self._tracer = tracer
-        self._name = name
-        self._category = category
-        self._args = args
+    _args: dict[str, Any]
+    _category: str
+    _name: str
+    _start: int
+    _tracer: Tracer
 
     def set(self, **args: Any) -> None:
         """Add or replace arguments, known only inside the block."""
-        if self._tracer is not None:
-            self._args.update(args)
+        self._args.update(args)
 
     def __enter__(self) -> Self:
-        if self._tracer is not None:
-            self._start = self._tracer.now()
+        now = self._tracer.now
+        self._start = now()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         tracer = self._tracer
-        if tracer is None:
-            return
-        end = tracer.now()
+        now = tracer.now
+        end = now()
         args = self._args
         if kind is not None:
             args["error"] = kind.__name__
-        if args:
+        for value in args.values():
+            cls = type(value)
+            if cls is int or cls in _PLAIN or (cls is str and len(value) <= MAX_TEXT):
+                continue
             freeze_in_place(args)
-        task = current_task_name() if _ASYNCIO in _modules else None
-        tracer.append((SPAN, self._name, self._category, self._start, end, args, task))
+            break
+        task = None if tracer_module.running_loop() is None else current_task_name()
+        local = tracer.local  # as Tracer.append, without the call
+        try:
+            ring = local.ring
+        except AttributeError:
+            ring = tracer.new_ring()
+        spans = ring.spans
+        if len(spans) < ring.room:
+            spans += (self._name, self._category, self._start, end, args, task)
+        else:
+            ring.lost += 1
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -84,7 +94,20 @@ class Span:
         self.__exit__(kind, error, trace)
 
 
-_OFF: Final = Span(None, "", "", {})
+class _Off(Span):
+    """The one span of all that are not recorded."""
+
+    __slots__ = ()
+
+    # Functions in C that take what they are given: methods of Python would double what an unrecorded span costs.
+    __exit__: Any = "".format
+
+    def set(self, **args: Any) -> None:
+        """Do nothing."""
+
+
+_OFF: Final = _Off()
+_Off.__enter__ = itertools.repeat(_OFF).__next__  # type: ignore[method-assign, assignment]  # as __exit__
 
 
 def span(name: str, /, category: str = "misc", **args: Any) -> Span:
@@ -95,8 +118,19 @@ def span(name: str, /, category: str = "misc", **args: Any) -> Span:
         category: ``compute``, ``comm``, ``io``, ``sync``, ``scheduler``, ``instr``, ``misc`` or any other text.
         **args: Shown with the span; any value is taken (see ``zbus.trace.args``).
     """
-    tracer = _current.get() or tracer_module._default  # get_tracer, without the call  # noqa: SLF001
-    return Span(tracer, name, category, args) if tracer.on else _OFF
+    tracer = tracer_module.sole
+    if tracer is None:
+        if not tracer_module.any_on:
+            return _OFF
+        tracer = get_tracer()
+        if not tracer.on:
+            return _OFF
+    made = Span()
+    made._tracer = tracer  # noqa: SLF001  # in place of __init__
+    made._name = name  # noqa: SLF001
+    made._category = category  # noqa: SLF001
+    made._args = args  # noqa: SLF001
+    return made
 
 
 def instant(name: str, /, category: str = "misc", *, scope: str = "t", **args: Any) -> None:
@@ -231,7 +265,9 @@ def trace_scope(
 
         kind = category or "misc"
         return ProfiledScope(tracer, name, kind, values, enable=enable_profiler, profiler_args=profiler_args)
-    return Span(tracer, name, category or "misc", values)
+    made = Span()
+    made._tracer, made._name, made._category, made._args = tracer, name, category or "misc", values  # noqa: SLF001
+    return made
 
 
 atrace_scope = trace_scope

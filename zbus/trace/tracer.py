@@ -1,7 +1,8 @@
-"""The tracer: one ring of tuples per thread, found through a thread-local; nothing else on the hot path.
+"""The tracer: one ring per thread, found through a thread-local; no dict of keys, lock or JSON on the hot path.
 
-A ring is a plain list. Its thread appends at the end, the flush thread takes a slice from the front; both are single
-operations on the list, so no lock is needed. Beyond the ring's size the newest records are dropped and counted.
+A ring is two plain lists: one of tuples, and one that holds the fields of spans one after the other, which costs the
+garbage collector nothing. Its thread appends at the end, the flush thread takes a slice from the front; both are single
+operations on a list, so no lock is needed. Beyond the ring's size the newest records are dropped and counted.
 One process may hold several tracers (one per role and rank); ``get_tracer`` gives the current one.
 """
 
@@ -30,6 +31,7 @@ __all__ = [
     "PROFILE",
     "SERVER",
     "SPAN",
+    "SPAN_FIELDS",
     "Level",
     "Record",
     "Ring",
@@ -38,6 +40,7 @@ __all__ = [
     "get_tracer",
     "set_default_tracer",
     "set_tracer",
+    "span_records",
     "use_tracer",
 ]
 
@@ -46,6 +49,8 @@ Record = tuple[Any, ...]
 
 SPAN: Final = 0
 """(SPAN, name, category, start_ns, end_ns, args | None, task | None)"""
+SPAN_FIELDS: Final = 6
+"""Values of a span in ``Ring.spans``: the record ``SPAN`` without its first item."""
 INSTANT: Final = 1
 """(INSTANT, name, category, at_ns, scope, args | None, task | None)"""
 COUNTER: Final = 2
@@ -64,6 +69,12 @@ PROFILE: Final = 7
 _modules = sys.modules
 
 
+def span_records(fields: list[Any]) -> list[Record]:
+    """Return spans whose fields stand one after the other as records."""
+    values = iter(fields)
+    return [(SPAN, *span) for span in zip(*[values] * SPAN_FIELDS, strict=False)]
+
+
 class Level(enum.IntEnum):
     """How much is recorded."""
 
@@ -76,13 +87,21 @@ class Ring:
     """The records of one thread that are not written yet, and what became of the others.
 
     ``lost`` is written by the ring's thread alone, ``drained`` by the flush thread alone, so both are exact.
+
+    Attributes:
+        items: Records.
+        spans: Fields of spans, ``SPAN_FIELDS`` for each.
+        size: Most ``items``.
+        room: Most values in ``spans``.
     """
 
-    __slots__ = ("drained", "items", "lost", "lost_reported", "name", "size", "thread", "tid")
+    __slots__ = ("drained", "items", "lost", "lost_reported", "name", "room", "size", "spans", "thread", "tid")
 
     def __init__(self, size: int) -> None:
         self.items: list[Record] = []
+        self.spans: list[Any] = []
         self.size = size
+        self.room = size * SPAN_FIELDS
         self.lost = 0
         self.lost_reported = 0
         self.drained = 0
@@ -91,12 +110,18 @@ class Ring:
         self.name = thread.name
         self.thread = weakref.ref(thread)
 
-    def take(self, limit: int) -> list[Record]:
-        """Remove and return at most ``limit`` oldest records. Flush thread only."""
+    def __len__(self) -> int:
+        """Return how many records wait."""
+        return len(self.items) + len(self.spans) // SPAN_FIELDS
+
+    def take(self, limit: int) -> tuple[list[Record], list[Any]]:
+        """Remove and return at most ``limit`` oldest items, and the fields of as many spans. Flush thread only."""
         batch = self.items[:limit]
         del self.items[: len(batch)]
-        self.drained += len(batch)
-        return batch
+        spans = self.spans[: limit * SPAN_FIELDS]
+        del self.spans[: len(spans)]
+        self.drained += len(batch) + len(spans) // SPAN_FIELDS
+        return batch, spans
 
     def finished(self) -> bool:
         """Return whether the thread has ended, so that nothing more will come."""
@@ -113,6 +138,7 @@ class Tracer:
         on: Whether user spans are wanted (level ``full``); ask before computing costly args.
         now: The monotonic clock in nanoseconds.
         profile_steps: Steps whose scopes run torch's profiler, where they ask for it.
+        local: This thread's ring as ``ring``, from its first record on.
         sessions: The recorder of tasks and sessions (``zbus.trace.sessions``), or None where they are off.
     """
 
@@ -130,7 +156,7 @@ class Tracer:
         self._batches = itertools.count(1)
         self._lock = threading.RLock()  # a signal handler may record its thread's first span while we hold it
         self._rings: list[Ring] = []
-        self._local = threading.local()
+        self.local = threading.local()
         _all.add(self)
 
     def __repr__(self) -> str:
@@ -146,15 +172,16 @@ class Tracer:
         value = Level[level.upper()] if isinstance(level, str) else level
         self.rpc = value >= Level.RPC
         self.on = value >= Level.FULL
+        _tell_spans()
 
     # -- recording ------------------------------------------------------------------------------------------------
 
     def append(self, record: Record) -> None:
         """Put one record into this thread's ring; dropped and counted when the ring is full. Never raises."""
         try:
-            ring: Ring = self._local.ring
+            ring: Ring = self.local.ring
         except AttributeError:
-            ring = self._new_ring()
+            ring = self.new_ring()
         items = ring.items
         if len(items) < ring.size:
             items.append(record)
@@ -323,9 +350,10 @@ class Tracer:
         with self._lock:
             self._rings.remove(ring)
 
-    def _new_ring(self) -> Ring:
+    def new_ring(self) -> Ring:
+        """Make this thread's ring: its first record of this tracer."""
         ring = Ring(self.ring_size)
-        self._local.ring = ring
+        self.local.ring = ring
         with self._lock:
             self._rings.append(ring)
         start = self.on_first_record
@@ -340,10 +368,29 @@ class Tracer:
         """In a forked child: what was recorded before belongs to the parent, which writes it."""
         self._lock = threading.RLock()
         self._rings = []
-        self._local = threading.local()
+        self.local = threading.local()
 
 
 _all: weakref.WeakSet[Tracer] = weakref.WeakSet()
+
+# What a span looks at first; kept right by _tell_spans.
+sole: Tracer | None = None
+"""The default tracer, where it is at level ``full`` and no context may have another one."""
+any_on = False
+"""Whether any tracer may be at level ``full``."""
+
+_scoped = False  # whether any context may have a tracer of its own; never taken back
+
+
+def _tell_spans() -> None:
+    """Bring ``sole`` and ``any_on`` up to date, after a change of a level, of the default or of a context's tracer."""
+    global sole, any_on  # noqa: PLW0603  # one look at a module's name is the cheapest there is
+    default = _default
+    sole = default if default.on and not _scoped else None
+    try:
+        any_on = any(tracer.on for tracer in _all)
+    except RuntimeError:  # another thread makes a tracer: yes is right too, only slower
+        any_on = True
 
 
 def _after_fork_in_child() -> None:
@@ -359,11 +406,12 @@ _current: contextvars.ContextVar[Tracer | None] = contextvars.ContextVar("zbus_t
 
 def get_tracer() -> Tracer:
     """Return the tracer of this context, else the process's default (which is off until ``configure``)."""
-    return _current.get() or _default
+    return (_current.get() or _default) if _scoped else _default
 
 
 def set_tracer(tracer: Tracer | None) -> None:
     """Make ``tracer`` the current one in this context (thread or task); None goes back to the default."""
+    _begin_scopes()
     _current.set(tracer)
 
 
@@ -371,11 +419,13 @@ def set_default_tracer(tracer: Tracer | None) -> None:
     """Make ``tracer`` the default of the process, for every thread that set none; None: a tracer that is off."""
     global _default  # noqa: PLW0603  # one default per process is the meaning
     _default = tracer or Tracer()
+    _tell_spans()
 
 
 @contextmanager
 def use_tracer(tracer: Tracer) -> Iterator[Tracer]:
     """Make ``tracer`` the current one inside the ``with`` block."""
+    _begin_scopes()
     token = _current.set(tracer)
     try:
         yield tracer
@@ -383,16 +433,40 @@ def use_tracer(tracer: Tracer) -> Iterator[Tracer]:
         _current.reset(token)
 
 
+def _begin_scopes() -> None:
+    global _scoped  # noqa: PLW0603  # one flag for all contexts
+    if not _scoped:
+        _scoped = True
+        _tell_spans()
+
+
+def _no_loop() -> Any:
+    """Stand in for asyncio's own function until a program has loaded it."""
+    if "asyncio.tasks" in _modules:
+        return _find_asyncio()
+    return None
+
+
+def _find_asyncio() -> Any:
+    global running_loop  # noqa: PLW0603  # found once: this is on the hot path
+    found = getattr(_modules.get("asyncio.events"), "_get_running_loop", None)  # meant for implementers of loops
+    if found is None:  # half imported
+        return None
+    running_loop = found
+    return found()
+
+
+running_loop: Callable[[], Any] = _no_loop
+"""Returns the event loop that runs in this thread, or None. Never loads asyncio."""
+
+
 def current_task_name() -> str | None:
     """Return the name of the running asyncio task, or None outside of one; never loads asyncio."""
-    aio = _modules.get("asyncio.tasks")
-    if aio is None:
-        return None
     try:
-        loop = aio.events._get_running_loop()  # noqa: SLF001  # documented for event loop implementers
+        loop = running_loop()
         if loop is None:
             return None
-        task = aio.current_task(loop)
+        task = _modules["asyncio.tasks"].current_task(loop)
         return None if task is None else task.get_name()
     except Exception:  # noqa: BLE001  # half-imported asyncio, or a foreign loop: then the span belongs to the thread
         return None

@@ -33,7 +33,7 @@ from zbus.trace.tracer import Level, Ring, Tracer
 
 __all__ = ["FORMAT", "LOOK_S", "Outlet", "TraceWriter", "boot_id", "opening_lines", "time_namespace", "trace_path"]
 
-_BLOCK: Final = 2048
+_BLOCK: Final = 1024
 _MAX_PAYLOAD: Final = 4 << 20
 _STOP_S: Final = 5.0
 _CLOCKS: Final = 1024
@@ -163,7 +163,7 @@ class TraceWriter:
         Always recorded = written + pending + the sum of lost. What the sidecar acknowledged counts as written.
         """
         rings = self.tracer.rings()
-        pending = sum(len(ring.items) for ring in rings)
+        pending = sum(map(len, rings))
         written, lost = self.written, dict(self.lost)
         unseen = sum(ring.lost - ring.lost_reported for ring in rings)
         if unseen:
@@ -276,23 +276,24 @@ class TraceWriter:
             return
         for ring in self.tracer.rings():
             gone = ring.finished()  # asked first: nothing comes after a yes
-            while batch := ring.take(_BLOCK):
+            while len(ring):
+                part = ThreadPart(ring.tid, _name_of(ring), *ring.take(_BLOCK))
                 try:
-                    self._put(ThreadPart(ring.tid, _name_of(ring), batch))
+                    self._put(part)
                 except BaseException:  # an interrupt of the caller's thread, say: nothing goes uncounted
-                    self._count_lost("interrupted", len(batch))
+                    self._count_lost("interrupted", len(part))
                     raise
             lost = ring.lost - ring.lost_reported
             if lost:
                 ring.lost_reported += lost
                 self._count_lost("ring_full", lost)
-            if gone and not ring.items:
+            if gone and not len(ring):
                 self.tracer.forget(ring)
         self._say_lost()
         self._say_clocks()
 
     def _put(self, part: ThreadPart) -> None:
-        records = len(part.records)
+        records = len(part)
         if self._outlet is not None:
             self._offer(self._outlet, part)
             return
@@ -308,16 +309,15 @@ class TraceWriter:
 
     def _offer(self, outlet: Outlet, part: ThreadPart) -> None:
         """Hand over a block, in halves while it is larger than a message may be."""
+        records = len(part)
         payload = encode_block(Block([part]))
-        records = part.records
         if len(payload) <= _MAX_PAYLOAD:
-            outlet.offer(payload, len(records))
-        elif len(records) == 1:
+            outlet.offer(payload, records)
+        elif records == 1:
             self._count_lost("too_large", 1)
         else:
-            half = len(records) // 2
-            self._offer(outlet, ThreadPart(part.tid, part.name, records[:half]))
-            self._offer(outlet, ThreadPart(part.tid, part.name, records[half:]))
+            for half in part.halves():
+                self._offer(outlet, half)
 
     def _who(self) -> dict[str, Any]:
         return {"role": self.tracer.role, "rank": self.tracer.rank}

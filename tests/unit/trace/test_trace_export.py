@@ -447,7 +447,7 @@ def test_large_records_go_in_smaller_blocks_and_one_that_is_too_large_is_counted
 def test_a_loss_is_said_through_the_sidecar(bench):
     """A full ring's loss is a zbus_loss line in the rank's file."""
     ring_size = bench.tracer.ring_size = 16
-    bench.tracer._local.__dict__.clear()
+    bench.tracer.local.__dict__.clear()
     bench.tick(0)
     for _ in range(ring_size + 4):
         bench.tracer.append((1, "tick", "misc", bench.tracer.now(), "t", {"n": bench.n}, None))

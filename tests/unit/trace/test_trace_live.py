@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from zbus.trace.events import Event
+from zbus.trace.events import Event, Instant
 from zbus.trace.live import Live
 
 
@@ -12,7 +12,7 @@ def run(end_s: float, dur_s: float, method: str = "train") -> Event:
 
 def mark(step: int, at_s: float) -> Event:
     """Return a step mark."""
-    return Event("zbus_step", "i", at_s * 1e6, None, 1, 1, "instr", "g", args={"step": step})
+    return Instant("zbus_step", "i", at_s * 1e6, None, 1, 1, "instr", args={"step": step}, s="g")
 
 
 def test_a_step_is_told_with_its_slowest_rank():

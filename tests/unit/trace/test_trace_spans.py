@@ -12,7 +12,7 @@ import pytest
 
 from zbus import trace
 from zbus.trace.args import freeze
-from zbus.trace.tracer import COUNTER, FLOW, INSTANT, SPAN, Tracer
+from zbus.trace.tracer import COUNTER, FLOW, INSTANT, SPAN, Tracer, span_records
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def tracer():
 
 def records(tracer: Tracer) -> list[tuple]:
     """Return all records of a tracer."""
-    return [record for ring in tracer.rings() for record in ring.items]
+    return [record for ring in tracer.rings() for record in [*span_records(ring.spans), *ring.items]]
 
 
 def spans(tracer: Tracer) -> list[str]:
