@@ -380,20 +380,23 @@ any_on = False
 """Whether any tracer may be at level ``full``."""
 
 _scoped = False  # whether any context may have a tracer of its own; never taken back
+_telling = threading.RLock()
 
 
 def _tell_spans() -> None:
     """Bring ``sole`` and ``any_on`` up to date, after a change of a level, of the default or of a context's tracer."""
     global sole, any_on  # noqa: PLW0603  # one look at a module's name is the cheapest there is
-    default = _default
-    sole = default if default.on and not _scoped else None
-    try:
-        any_on = any(tracer.on for tracer in _all)
-    except RuntimeError:  # another thread makes a tracer: yes is right too, only slower
-        any_on = True
+    with _telling:
+        sole = _default if _default.on and not _scoped else None
+        try:
+            any_on = any(tracer.on for tracer in _all)
+        except RuntimeError:  # another thread makes a tracer: yes is right too, only slower
+            any_on = True
 
 
 def _after_fork_in_child() -> None:
+    global _telling  # noqa: PLW0603  # the thread that may hold it is not here
+    _telling = threading.RLock()
     for tracer in list(_all):
         tracer._after_fork()  # noqa: SLF001  # same module, one owner
 

@@ -10,9 +10,10 @@ import weakref
 
 import pytest
 
+from waiting import wait_until
 from zbus import trace
 from zbus.trace.args import freeze
-from zbus.trace.tracer import COUNTER, FLOW, INSTANT, SPAN, Tracer, span_records
+from zbus.trace.tracer import COUNTER, FLOW, INSTANT, SPAN, Tracer, set_default_tracer, span_records
 
 
 @pytest.fixture
@@ -68,6 +69,73 @@ def test_below_full_nothing_of_the_user_is_recorded(tracer, level):
     trace.counter("c", 1)
     trace.flow("d")
     assert records(tracer) == []
+
+
+def test_a_span_that_is_not_recorded_is_a_span_to_its_user(tracer):
+    """Switched off, a span can still be named, told things and left by an exception, also asynchronously."""
+    tracer.set_level("off")
+
+    async def work():
+        async with trace.span("a") as span:
+            span.set(x=1)
+            raise KeyError
+
+    with trace.span("b", y=2) as span:
+        span.set(x=1)
+    assert isinstance(span, trace.Span)
+    with pytest.raises(ValueError), trace.span("c"):
+        raise ValueError
+    with pytest.raises(KeyError):
+        asyncio.run(work())
+    tracer.set_level("full")
+    assert records(tracer) == []
+
+
+def test_the_tracer_of_the_context_decides_whatever_the_default_does():
+    """A context's tracer that is off records nothing while the default records, and the other way round."""
+    default, own = Tracer("actor", 0), Tracer("critic", 0)
+    set_default_tracer(default)
+    try:
+        for default_level, own_level in (("full", "off"), ("off", "full"), ("off", "off"), ("full", "full")):
+            default.set_level(default_level)
+            own.set_level(own_level)
+            name = f"{default_level} {own_level}"
+            with trace.span(name):
+                pass
+            with trace.use_tracer(own), trace.span(name):
+                pass
+        assert spans(default) == ["full off", "full full"]
+        assert spans(own) == ["off full", "full full"]
+    finally:
+        set_default_tracer(None)
+
+
+def test_a_switch_of_level_holds_at_once_in_every_thread(tracer):
+    """The level may change while threads record: before and after it, exactly what it allows is recorded."""
+    on, off, stop = threading.Event(), threading.Event(), threading.Event()
+    counts: list[int] = []
+
+    def work():
+        with trace.use_tracer(tracer), trace.span("before"):
+            on.set()
+            off.wait(30)
+        with trace.span("while off"):
+            pass
+        counts.append(1)
+        stop.wait(30)
+        with trace.use_tracer(tracer), trace.span("after"):
+            pass
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    on.wait(30)
+    tracer.set_level("rpc")
+    off.set()
+    wait_until(lambda: counts, what="the thread past its second span")
+    tracer.set_level("full")
+    stop.set()
+    thread.join()
+    assert spans(tracer) == ["before", "after"]
 
 
 def test_instants_counters_and_flows_are_records_of_their_own(tracer):

@@ -16,9 +16,10 @@ import pytest
 from waiting import scaled, wait_until
 from zbus import trace
 from zbus.errors import ConfigError
+from zbus.trace.blocks import decode_block
 from zbus.trace.control import writer_of
 from zbus.trace.events import bus_flow_ids, call_id
-from zbus.trace.tracer import Tracer
+from zbus.trace.tracer import Tracer, span_records
 from zbus.trace.writer import TraceWriter, boot_id, trace_path
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "trace" / "traces_0.jsonl"
@@ -124,6 +125,63 @@ def test_every_line_is_strict_json_whatever_was_recorded(tmp_path):
     assert named(path, "c") == []
     assert named(path, "d")[0]["args"] == {"value": 1.5}
     assert len(named(path, "good")) == 1
+
+
+def test_a_record_nobody_can_read_costs_only_itself(tmp_path):
+    """Malformed records among good ones are counted as lost, spans and others alike."""
+    tracer, path = begin(tmp_path, flush_period_s=10)
+    with trace.span("first"):
+        pass
+    [ring] = tracer.rings()
+    ring.spans += ("broken", "misc", "no time", 1, None, None)
+    tracer.append((99, "what is this"))
+    with trace.span("last"):
+        pass
+    trace.reset()
+    assert [e["name"] for e in lines(path) if e["ph"] == "X"] == ["first", "last"]
+    assert named(path, "zbus_end")[0]["args"]["lost"] == {"malformed": 2}
+
+
+def test_large_blocks_reach_an_outlet_in_parts(tmp_path):
+    """What is larger than a message may be is handed over in halves, a span that alone is too large is counted."""
+    tracer, _ = begin(tmp_path, flush_period_s=10)
+    writer = writer_of(tracer)
+
+    class Taken:
+        blocks: list = []  # noqa: RUF012  # one instance
+
+        def offer(self, payload, records):
+            self.blocks.append((len(payload), records, decode_block(payload)))
+
+        def settle(self):
+            pass
+
+        def close(self, counts):
+            pass
+
+        def counts(self):
+            return sum(records for _, records, _ in self.blocks), 0, {}
+
+    writer._outlet = Taken()
+    text = {f"key{n}": "x" * 4000 for n in range(30)}
+    for number in range(100):
+        with trace.span("wide", number=number, **text):
+            trace.instant("beside", number=number)
+    tracer.append((2, "huge", 1, {"x" * (5 << 20): 1}))
+    writer.flush()
+    blocks = Taken.blocks
+    assert all(size <= 4 << 20 for size, _, _ in blocks)
+    assert len(blocks) > 1
+    assert sum(records for _, records, _ in blocks) == 200
+    assert writer.counts() == {"recorded": 201, "written": 200, "pending": 0, "lost": {"too_large": 1}}
+    seen = sorted(
+        record[-2]["number"]
+        for _, _, block in blocks
+        for part in block.threads
+        for record in [*part.records, *span_records(part.spans)]
+        if record[1] in ("wide", "beside")
+    )
+    assert seen == sorted([*range(100), *range(100)])
 
 
 def test_a_time_is_microseconds_with_nanosecond_decimals(tmp_path):
