@@ -1,8 +1,10 @@
 """Who made whom wait: seconds lost per rank, and why.
 
-The same work on all ranks of a role is compared occurrence by occurrence: the k-th ``run train`` of every rank is one
-unit. The rank that ends a unit last made the others wait from their (median) end to its own. Why it was last is told
-by what differs from its peers' median: it began later, or it took longer, in one phase or in all.
+The same work on all ranks of a role is compared: the calls of one batch, or where no batch is recorded the k-th span of
+a name on every rank. The rank that ends a unit last made the others wait from their (median) end to its own. Where it
+began later because its unit before was not over, that was lost there and is not counted again. Why it was last is told
+by what differs from its peers' median: it began later, or it took longer, in one phase or in all. How long something
+takes needs no clock of others; who began later does, so a delay within the clocks' errors is a doubt and blames nobody.
 """
 
 from __future__ import annotations
@@ -18,10 +20,9 @@ from traceview.survey import Call, Rank, Spans, Survey
 __all__ = ["CriticalPath", "Straggler", "critical_paths", "stragglers"]
 
 _SERVER: Final = ("run ", "rpc.server")
-_ONE_PHASE: Final = 0.7
-"""A phase that makes up this part of the extra time is the reason; else the rank is slow in general."""
+_SPREAD: Final = 0.4
+"""If the other phases are slower by more than this part of what the slowest is, the rank is slow in general."""
 
-Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
@@ -54,15 +55,26 @@ class Straggler:
 
 
 @dataclass(slots=True)
-class _Loss:
-    """What one rank lost in one kind of unit, in ns."""
+class _Units:
+    """The same units of work on several ranks: a row per rank, a column per unit, NaN where a rank had none; ns."""
 
     name: str
-    lost: float
-    units: int
+    places: list[int]
+    starts: Floats
+    durs: Floats
+
+
+@dataclass(slots=True)
+class _Loss:
+    """What one rank lost in one kind of unit, in ns, a value per unit that it ended last (others are 0)."""
+
+    name: str
+    starts: Floats
+    ends: Floats
+    lag: Floats
+    late: Floats
+    extra: Floats
     of: int
-    late: float
-    extra: float
     factor: float
 
 
@@ -75,7 +87,7 @@ def stragglers(found: Survey, *, threshold: float = 1.05) -> list[Straggler]:
         units = _units(ranks)
         losses: dict[int, list[_Loss]] = {}
         for name in units:
-            for place, loss in _compare(ranks, name):
+            for place, loss in _compare(ranks, _of_batches(found, ranks, name) or _kth(ranks, name)):
                 losses.setdefault(place, []).append(loss)
         for place, own in losses.items():
             row = _verdict(ranks, place, own, units)
@@ -110,41 +122,68 @@ def _inside(ranks: list[Rank], name: str, other: str) -> bool:
     return False
 
 
-def _matrix(ranks: list[Rank], name: str) -> tuple[list[int], Ints, Ints] | None:
-    """Return (places of the ranks, starts, durations), one row per rank and one column per unit."""
+def _of_batches(found: Survey, ranks: list[Rank], name: str) -> _Units | None:
+    """Return the calls of a method by the batch they were made in; None where no batch is recorded."""
+    method = name.removeprefix("run ") if name.startswith("run ") else ""
+    rows = {rank.name: row for row, rank in enumerate(ranks)}
+    batches: dict[tuple[str, str], dict[int, Call]] = {}
+    for call in found.calls.values():
+        if call.method == method and call.batch and call.run_end and call.worker in rows:
+            batches.setdefault((call.caller, call.batch), {})[rows[call.worker]] = call
+    if not method or not batches:
+        return None
+    shared = [batch for batch in batches.values() if len(batch) > 1]
+    units = _Units(name, list(range(len(ranks))), *(np.full((len(ranks), len(shared)), np.nan) for _ in range(2)))
+    for column, batch in enumerate(shared):
+        for row, call in batch.items():
+            units.starts[row, column], units.durs[row, column] = call.run_start, call.run_end - call.run_start
+    return units
+
+
+def _kth(ranks: list[Rank], name: str) -> _Units | None:
+    """Return the k-th span of a name on every rank that has it."""
     places = [place for place, rank in enumerate(ranks) if name in rank.spans]
     if len(places) < 2:
         return None
     spans = [ranks[place].spans[name] for place in places]
     count = min(len(one.starts) for one in spans)
-    starts = np.zeros((len(places), count), dtype=np.int64)
-    durs = np.zeros_like(starts)
+    units = _Units(name, places, *(np.zeros((len(places), count)) for _ in range(2)))
     for row, one in enumerate(spans):
         order = np.argsort(np.array(one.starts), kind="stable")[:count]
-        starts[row], durs[row] = np.array(one.starts)[order], np.array(one.durs)[order]
-    return places, starts, durs
+        units.starts[row], units.durs[row] = np.array(one.starts)[order], np.array(one.durs)[order]
+    return units
 
 
-def _compare(ranks: list[Rank], name: str) -> list[tuple[int, _Loss]]:
-    matrix = _matrix(ranks, name)
-    if matrix is None:
+def _compare(ranks: list[Rank], units: _Units | None) -> list[tuple[int, _Loss]]:
+    if units is None or not units.starts.size:
         return []
-    places, starts, durs = matrix
+    places, starts, durs = units.places, units.starts, units.durs
     doubt = np.array([_doubtful(ranks[place]) for place in places])
-    starts = np.where(doubt[:, None], np.median(starts[~doubt], axis=0) if (~doubt).any() else 0, starts)
+    if doubt.any():  # when it began is not known: as if it had begun with its peers
+        usual = _median(starts[~doubt]) if (~doubt).any() else np.zeros(starts.shape[1])
+        starts = np.where(doubt[:, None], np.where(np.isnan(starts), np.nan, usual), starts)
     ends = starts + durs
     found = []
     for row, place in enumerate(places):
         others = np.delete(np.arange(len(places)), row)
-        peers_end = np.median(ends[others], axis=0)
-        last = (ends[row] > ends[others].max(axis=0)) if len(others) else np.zeros(0, dtype=bool)
-        lost = np.where(last, ends[row] - peers_end, 0.0)
-        late = np.where(last, starts[row] - np.median(starts[others], axis=0), 0.0)
-        peers_dur = np.median(durs[others], axis=0)
-        extra = np.where(last, durs[row] - peers_dur, 0.0)
-        factor = float(durs[row].sum() / max(1.0, peers_dur.sum()))
-        loss = _Loss(name, float(lost.sum()), int(last.sum()), last.size, float(late.sum()), float(extra.sum()), factor)
-        found.append((place, loss))
+        with np.errstate(invalid="ignore"):
+            last = ends[row] > np.fmax.reduce(ends[others])
+        lag = np.where(last, ends[row] - _median(ends[others]), 0.0)
+        late = np.where(last, starts[row] - _median(starts[others]), 0.0)
+        peers = _median(durs[others])
+        extra = np.where(last, durs[row] - peers, 0.0)
+        both = ~np.isnan(durs[row]) & ~np.isnan(peers)
+        factor = float(durs[row][both].sum() / max(1.0, peers[both].sum()))
+        found.append((place, _Loss(units.name, starts[row], ends[row], lag, late, extra, int(both.sum()), factor)))
+    return found
+
+
+def _median(values: Floats) -> Floats:
+    """Return the medians of columns, of what is there; NaN where nothing is."""
+    there = ~np.isnan(values).all(axis=0)
+    found = np.full(values.shape[1], np.nan)
+    if there.any():
+        found[there] = np.nanmedian(values[:, there], axis=0)
     return found
 
 
@@ -155,18 +194,24 @@ def _doubtful(rank: Rank) -> bool:
 
 def _verdict(ranks: list[Rank], place: int, losses: list[_Loss], units: list[str]) -> Straggler | None:
     rank = ranks[place]
-    total = sum(loss.lost for loss in losses)
+    behind = _carried(losses)
+    last = [loss.lag > 0 for loss in losses]
+    costs = [
+        np.where(mine, np.maximum(0.0, loss.lag - old), 0.0)
+        for loss, old, mine in zip(losses, behind, last, strict=True)
+    ]
+    total = float(sum(cost.sum() for cost in costs))
     if total <= 0:
         return None
-    worst = max(losses, key=lambda loss: loss.lost)
-    late, extra = sum(loss.late for loss in losses), sum(loss.extra for loss in losses)
-    count = sum(loss.units for loss in losses)
-    bound = (rank.clock_bound_us or 0.0) * 1000
-    doubted = total <= 2 * bound * max(1, count)
-    if doubted or (_doubtful(rank) and extra <= 0):
+    worst = losses[max(range(len(losses)), key=lambda n: float(costs[n].sum()))]
+    late = float(sum((loss.late - old)[mine].sum() for loss, old, mine in zip(losses, behind, last, strict=True)))
+    extra = float(sum(loss.extra[mine].sum() for loss, mine in zip(losses, last, strict=True)))
+    count = sum(int(mine.sum()) for mine in last)
+    error_us = _error_us(ranks, place)
+    if (late > extra and error_us is not None and late <= error_us * 1000 * count) or (_doubtful(rank) and extra <= 0):
         why = "clock doubt"
-        error = f"{rank.clock_bound_us:.0f} µs" if rank.clock_bound_us is not None else "an unknown amount"
-        detail = f"its clock may be wrong by {error}, which explains the difference"
+        error = f"{error_us:.0f} µs" if error_us is not None else "an unknown amount"
+        detail = f"clocks may be wrong by {error}, which explains the difference"
     elif late > extra:
         why = "late start"
         detail = f"begins `{worst.name}` {late / 1e6 / max(1, count):.3g} ms after its peers, {count} times"
@@ -182,26 +227,48 @@ def _verdict(ranks: list[Rank], place: int, losses: list[_Loss], units: list[str
     return Straggler(rank.name, round(total / 1e9, 9), count, of, worst.name, round(worst.factor, 3), why, detail)
 
 
+def _carried(losses: list[_Loss]) -> list[Floats]:
+    """Return for each unit how much later the rank began because its unit before was not over."""
+    starts, ends, late = (
+        np.concatenate([getattr(loss, name) for loss in losses]) for name in ("starts", "ends", "late")
+    )
+    order = np.argsort(starts, kind="stable")
+    before = np.concatenate([[-np.inf], np.fmax.accumulate(ends[order])[:-1]])
+    found = np.zeros(len(starts))
+    blocked = np.clip(before - (starts - late)[order], 0.0, np.maximum(0.0, late[order]))
+    found[order] = np.where(before <= starts[order], blocked, 0.0)  # else they run side by side
+    return np.split(np.nan_to_num(found), np.cumsum([len(loss.starts) for loss in losses])[:-1])
+
+
+def _error_us(ranks: list[Rank], place: int) -> float | None:
+    """Return by how much a start of this rank and those of its peers may be wrong together; None: unknown."""
+    own = ranks[place].clock_bound_us
+    others = [rank.clock_bound_us or 0.0 for n, rank in enumerate(ranks) if n != place]
+    return None if own is None else own + float(np.median(others))
+
+
 def _phase(ranks: list[Rank], place: int, units: list[str], extra: float) -> tuple[str, float] | None:
     """Return the one phase that makes up the extra time, with its factor; None if it is spread over several."""
-    found: list[tuple[float, str, float]] = []
+    found: list[tuple[float, str, float, float]] = []
     own = ranks[place].spans
-    for name, spans in ranks[place].spans.items():
-        if name in units or spans.times.total > sum(ranks[place].spans[u].times.total for u in units if u in own):
-            continue  # around the unit, not in it
+    whole = sum(own[unit].times.total for unit in units if unit in own)
+    for name, spans in own.items():
+        if name in units or spans.category == "rpc" or spans.times.total > whole:
+            continue  # of the bus, or around the unit and not in it
         peers = [rank.spans[name] for at, rank in enumerate(ranks) if at != place and name in rank.spans]
         if peers:
-            usual = float(np.median([_mean(peer) for peer in peers]))
-            mine = _mean(spans)
-            if usual > 0 and mine > usual:
-                found.append(((mine - usual) * spans.times.count, name, mine / usual))
+            usual = float(np.median([_mean(peer) for peer in peers])) * spans.times.count
+            found.append((spans.times.total - usual, name, spans.times.total, usual))
     if not found:
         return None
     found.sort(reverse=True)
-    whole = sum(cost for cost, _, _ in found)
-    cost, name, factor = found[0]
-    if cost < _ONE_PHASE * whole or cost < 0.3 * extra:
+    cost, name, mine, usual = found[0]
+    if usual <= 0 or cost <= 0 or cost < 0.3 * extra:
         return None
+    factor = mine / usual
+    rest, rest_usual = sum(one[2] for one in found[1:]), sum(one[3] for one in found[1:])
+    if rest_usual > 0 and rest / rest_usual - 1 > _SPREAD * (factor - 1):
+        return None  # the others are slower too
     return name, factor
 
 

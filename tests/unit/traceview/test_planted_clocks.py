@@ -38,10 +38,10 @@ def errors_us(report: MergeReport, spans: list[dict]) -> dict[str, tuple[float, 
 
 
 @pytest.mark.parametrize("headers", [True, False], ids=["ours", "other tools"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_clocks_5_s_apart_are_matched_to_25_us_by_calls_alone(tmp_path, seed, headers):
     """±5 s and ±50 ppm over idle links, no measured offset anywhere: each rank is right to 25 µs, within its bound."""
-    plan = Plan(clocks=planted_clocks(seed), headers=headers, seed=seed, lost=0.01)
+    plan = Plan(clocks=planted_clocks(seed), headers=headers, steps=200, seed=seed, lost=0.01)
     report, spans = merged(plant(tmp_path, plan))
     found = errors_us(report, spans)
     assert sorted(found) == ["actor/0", "actor/1", "actor/2", "actor/3", "controller/0"]
@@ -52,10 +52,10 @@ def test_clocks_5_s_apart_are_matched_to_25_us_by_calls_alone(tmp_path, seed, he
 
 
 @pytest.mark.parametrize("way", [ASYMMETRIC, Way(there_us=9000, back_us=30), LOADED, Way(10, 3000, 5000)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_asymmetric_and_loaded_links_widen_the_bound_and_the_error_stays_in_it(tmp_path, way, seed):
     """Whatever the ways take, the true error of every event is within the bound of its rank."""
-    plan = Plan(clocks=planted_clocks(seed), ways={0: IDLE, 1: way, 2: way}, steps=200, seed=seed)
+    plan = Plan(clocks=planted_clocks(seed), ways={0: IDLE, 1: way, 2: way}, steps=150, seed=seed)
     report, spans = merged(plant(tmp_path, plan))
     found = errors_us(report, spans)
     for name, (error, bound) in found.items():
@@ -64,10 +64,10 @@ def test_asymmetric_and_loaded_links_widen_the_bound_and_the_error_stays_in_it(t
     assert "causality_violations" not in report.problems
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_stragglers_do_not_mislead_the_clocks(tmp_path, seed):
     """A late starter, a slow rank and a slow phase cost no accuracy: only the ways count, not the work."""
-    plan = Plan(clocks=planted_clocks(seed), late_us={1: 9000.0}, slow={2: 3.0}, reward={3: 9.0}, steps=200, seed=seed)
+    plan = Plan(clocks=planted_clocks(seed), late_us={1: 9000.0}, slow={2: 3.0}, reward={3: 9.0}, steps=150, seed=seed)
     report, spans = merged(plant(tmp_path, plan))
     for name, (error, bound) in errors_us(report, spans).items():
         assert error <= min(25.0, bound + 0.002), name
@@ -107,7 +107,7 @@ def test_a_host_that_slept_shows_as_a_step_and_bends_nothing(tmp_path, sleeper):
     """A clock that stood still for two seconds gets a new line after it; the step is told, with when and how much."""
     clocks = planted_clocks(7, 3)
     clocks[sleeper].sleeps_at_us, clocks[sleeper].sleeps_us = 10_000_000.0, 2_000_000.0
-    report, spans = merged(plant(tmp_path, Plan(ranks=3, clocks=clocks, steps=200, seed=7)))
+    report, spans = merged(plant(tmp_path, Plan(ranks=3, clocks=clocks, steps=150, seed=7)))
     assert report.problems["clock_step"] == 1
     [text] = [text for _, text in report.warnings if "at once" in text]
     assert f"actor/traces_{sleeper}.jsonl" in text
@@ -165,7 +165,7 @@ def test_a_measured_offset_that_calls_contradict_is_told_and_its_bound_is_wider(
 
 def test_peers_that_call_one_another_are_matched_over_several_clocks(tmp_path):
     """A rank that only its peer calls is matched through that peer; the errors of both ways add up."""
-    root = plant(tmp_path, Plan(ranks=2, clocks=planted_clocks(6, 2), steps=200, seed=6))
+    root = plant(tmp_path, Plan(ranks=2, clocks=planted_clocks(6, 2), steps=150, seed=6))
     peer = Clock(-3e6, 3e-5, "a third host", wall_wrong_us=7e5)
     middle = planted_clocks(6, 2)[1]
     rng = random.Random(6)
