@@ -29,6 +29,7 @@ from zbus.protocol.messages import Outcome, OutcomeKind
 from zbus.registry.identity import pid_space
 from zbus.registry.records import ExitRecord, JobRecord, Records, WorkerRecord
 from zbus.runtime.processes import describe_exit, is_alive
+from zbus.runtime.watchdog import Handler, Watchdog
 from zbus.transport.client import Client, Peer, PeerState
 
 __all__ = ["Member", "Members", "RoleMembers"]
@@ -212,6 +213,8 @@ class Members:
         self._closing = False
         self._ending = False
         self.strangers: list[str] = []
+        self._watchdog = Watchdog(look_s=2 * _IDLE_S)
+        self._watchdog.watch(self._bus_handler)
         client.on_state = self.on_state
         self._thread = threading.Thread(target=self._run, name="zbus-members", daemon=True)
         self._thread.start()
@@ -287,6 +290,7 @@ class Members:
                     self._look_into(member)
                 if self._late is not None:
                     self._late.look()
+                self._watchdog.look()
             except Exception:
                 log.exception("a membership event could not be handled")
             if job is not None or suspects:
@@ -294,6 +298,10 @@ class Members:
                     role.refresh()
                 with self._changed:
                     self._changed.notify_all()
+
+    def _bus_handler(self) -> list[Handler]:
+        busy = self._client.reactor.round_since()
+        return [] if busy is None else [Handler("a handler of the controller's sockets", *busy)]
 
     def _member(self, role: str, rank: int) -> Member | None:
         members = self.roles.get(role)

@@ -62,6 +62,7 @@ from zbus.runtime.processes import (
     catches,
     start_time,
 )
+from zbus.runtime.watchdog import Watchdog
 
 __all__ = ["Agent", "AgentConfig", "run_agent"]
 
@@ -167,6 +168,7 @@ class Agent:
             on_no_template=self._forget_template,
         )
         self._control: AgentControl | None = None
+        self._watchdog = Watchdog(look_s=_TICK_S)
         self._supervisor: Supervisor | None = None
         self._joined: Joined | None = None
         self._joiner: Joiner | None = None
@@ -227,6 +229,7 @@ class Agent:
             if now >= next_refresh:
                 next_refresh = now + _TICK_S
                 self._processes.refresh()
+                self._watchdog.look()
             if self._supervisor is not None:
                 due = self._supervisor.next_deadline_ns()
                 if due is not None and due <= time.monotonic_ns():
@@ -315,7 +318,15 @@ class Agent:
             }
             for rank, start in sorted(self._place.starts.copy().items())
         ]
-        return {"agent": self.agent_id, "role": self.config.role, "host": self.host, "pid": os.getpid(), "ranks": ranks}
+        return {
+            "agent": self.agent_id,
+            "role": self.config.role,
+            "host": self.host,
+            "pid": os.getpid(),
+            "ranks": ranks,
+            "refused": {} if self._control is None else self._control.statistics(),
+            "slow_handlers": self._watchdog.facts(),
+        }
 
     # -- joining -------------------------------------------------------------------------------------------------------
 
@@ -379,7 +390,9 @@ class Agent:
                 transport=config.transport,
                 bind_host=config.bind_host,
                 methods=methods,
+                on_fatal=self._crashed,
             )
+            self._watchdog.watch(self._control.handlers)
             self._publish()
             claims = claim_ranks(
                 joined.records, self._me(), ranks=config.ranks, world_size=job.world_size, count=config.nproc

@@ -16,6 +16,7 @@ from zbus.discovery.hints import Hint, HintKind
 from zbus.ids import Incarnation, WorkerName
 from zbus.registry.records import AgentRecord, EpochRecord, ExitRecord, Records
 from zbus.runtime.executor import Executor
+from zbus.runtime.watchdog import Handler
 from zbus.transport.endpoints import RuntimeDir, bind_endpoints
 from zbus.transport.security import ProcessKeys
 from zbus.transport.server import Server
@@ -48,6 +49,7 @@ class AgentControl:
         transport: ``ipc`` or ``tcp``.
         bind_host: Address for tcp.
         methods: What can be asked, by name without the ``zbus.`` prefix. Called on a pool thread.
+        on_fatal: Told, on the bus thread, of what ended that thread.
 
     Attributes:
         ctl: The bound endpoints.
@@ -66,6 +68,7 @@ class AgentControl:
         transport: str,
         bind_host: str,
         methods: Mapping[str, Callable[..., Any]],
+        on_fatal: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.public_key = ProcessKeys.create().public_text
         self._factory = SocketFactory()
@@ -76,6 +79,7 @@ class AgentControl:
             lanes={"ctl": 8},
             dispatch=lambda request: self._executor.dispatch(request),  # noqa: PLW0108  # the executor comes after
             describe=lambda: {"pid": os.getpid(), "host": socket.gethostname(), "agent": agent_id},
+            on_fatal=on_fatal,
         )
         self._executor = Executor(
             name=agent_id,
@@ -93,6 +97,17 @@ class AgentControl:
     def hears(self, epoch: int) -> bool:
         """Return whether the controller of ``epoch`` is connected to this process. Any thread."""
         return self._announcer.hears(epoch)
+
+    def handlers(self) -> list[Handler]:
+        """Return what runs now and must be quick; see ``zbus.runtime.watchdog``. Any thread."""
+        busy = self._server.round_since()
+        bus = [] if busy is None else [Handler("a handler of the agent's bus thread", *busy)]
+        return bus + self._executor.ctl_handlers()
+
+    def statistics(self) -> dict[str, int]:
+        """Return counters of refused and dropped messages, and of hints dropped because nobody took them."""
+        dropped = self._announcer.dropped
+        return {**self._server.statistics(), **({"dropped_hints": dropped} if dropped else {})}
 
     def started(self, role: str, rank: int, incarnation: int) -> None:
         """Hint that a worker's record is about to be there. Any thread."""

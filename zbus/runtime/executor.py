@@ -33,6 +33,7 @@ from zbus.protocol.journal import LaneRing
 from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Status, StreamCredit
 from zbus.runtime.stopping import CurrentCall, running, task_call
 from zbus.runtime.streams import RunningStream
+from zbus.runtime.watchdog import Handler
 from zbus.trace.tracer import get_tracer
 
 if TYPE_CHECKING:  # an agent starts with this module, runs nothing async, and importing it takes a sixth of its start
@@ -194,6 +195,15 @@ class Executor:
         return [
             {"method": c.method, "lane": c.request.lane, "seq": c.seq, "age_s": round((now - c.since_ns) / 1e9, 3)}
             for c in calls
+        ]
+
+    def ctl_handlers(self) -> list[Handler]:
+        """Return the bus's own methods that run now, which must be quick. Any thread."""
+        calls = running.copy().items()
+        return [
+            Handler(f"ctl method {call.method}", call.since_ns, thread)
+            for thread, call in calls
+            if call.owner is self and call.request.lane == "ctl"
         ]
 
     # -- where requests arrive -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ from zbus.runtime.journal import CrashJournal, journal_file
 from zbus.runtime.leaseword import LeaseWord
 from zbus.runtime.loader import digest_of, load_engine
 from zbus.runtime.processes import boot_id, start_time
+from zbus.runtime.watchdog import Handler, Watchdog
 from zbus.trace import control
 from zbus.trace.config import TraceConfig
 from zbus.trace.tracefile import time_namespace
@@ -48,6 +50,7 @@ __all__ = ["HostConfig", "serve"]
 _DRAIN_S: Final = 2.0
 _LEAVE_S: Final = 0.03
 EXIT_OK: Final = 0
+EXIT_BUS_DIED: Final = 70
 EXIT_TERMINATED: Final = 143
 
 
@@ -150,6 +153,7 @@ class _Host:
             guest_lanes=None,
             lease=None if self.lease is None else self.lease.until,
             contact_ns=int(config.lease_ttl_s * HOLDER_MARGIN * 1e9),
+            on_fatal=self._bus_ended,
         )
         failpoints.configure(os.environ.get(failpoints.VARIABLE))
         self.journal = self._open_journal()
@@ -160,6 +164,9 @@ class _Host:
             builtins=self._builtins(),
             rings=None if self.journal is None else self.journal.ring,
         )
+        self.watchdog = Watchdog()
+        self.watchdog.watch(self._bus_handler)
+        self.watchdog.watch(self.executor.ctl_handlers)
         self._stacks: io.TextIOBase | None = None
         self._stop_lock = threading.Lock()
 
@@ -180,6 +187,7 @@ class _Host:
             wanted = bind_endpoints("ipc" if use_ipc else "tcp", label, runtime_dir=runtime, host=config.bind_host)
             bound[link] = [self.server.bind(link, endpoint) for endpoint in wanted]
         self.server.start()
+        self.watchdog.start()
         self.records.publish_worker(
             WorkerRecord(
                 role=config.role,
@@ -218,12 +226,24 @@ class _Host:
             while self.server.parked() and time.monotonic() < deadline:
                 time.sleep(0.005)  # answers leave on the bus thread; nothing signals an empty pipe
             time.sleep(_LEAVE_S)  # the last answer is with libzmq's own thread; sockets close without LINGER
+            self.watchdog.close()
             self.executor.close()
             self.server.close()
             self.records.close()
             self.factory.close()
             if self.journal is not None:
                 self.journal.close()
+
+    def _bus_handler(self) -> list[Handler]:
+        busy = self.server.round_since()
+        return [] if busy is None else [Handler("a handler of the bus thread", *busy)]
+
+    def _bus_ended(self, error: BaseException) -> None:
+        """End the process: with its bus thread gone nobody can ask it anything, and it would look alive."""
+        print(f"zbus: {self.name} ends: its bus thread died of {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201  # stderr is the log
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        os._exit(EXIT_BUS_DIED)
 
     def stop(self, exit_code: int) -> None:
         """Stop after the current call. Any thread."""
@@ -297,6 +317,7 @@ class _Host:
             "rss_bytes": _rss_bytes(),
             "threads": threading.active_count(),
             "refused": self.server.statistics(),
+            "slow_handlers": self.watchdog.facts(),
         }
 
     def _orphans(self) -> list[dict[str, Any]]:

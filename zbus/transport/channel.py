@@ -5,19 +5,23 @@ A channel decides nothing: it moves messages, counts what it refuses, and report
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import zmq
 
+from zbus.errors import TransportError
 from zbus.protocol.frames import FrameError, VersionMismatch, decode, encode
-from zbus.protocol.messages import Buffer, Buffers, Header
+from zbus.protocol.messages import Buffer, Buffers, Header, Kind
 from zbus.transport.multipart import PeerGone, Receiver, Socket, send_gated
 from zbus.transport.reactor import Reactor
 from zbus.transport.sockets import MonitorEvent, read_event
 
 __all__ = ["Channel", "LinkEvents"]
+
+log = logging.getLogger("zbus.transport")
 
 _BURST: Final = 256
 _LAST_BURSTS: Final = 16
@@ -193,7 +197,13 @@ class Channel:
             if self._on_bad is not None and isinstance(error, VersionMismatch):
                 self._on_bad(error, peer)
             return
-        self._on_message(header, buffers, peer)
+        try:
+            self._on_message(header, buffers, peer)
+        except TransportError:  # about the socket: its owner's to answer
+            raise
+        except Exception:  # a fault of ours costs this message, not the thread and all that it serves
+            self._count("handler_error")
+            log.exception("a message of kind %s could not be handled", Kind(header.kind).name)
 
     def _flush(self) -> None:
         outbox = self._outbox

@@ -72,6 +72,7 @@ class Reactor:
         self._again: list[int] = []
         self._to_check: dict[int, Callable[[], bool]] = {}
         self._now = clock.monotonic_ns
+        self.round_ns = 0  # since when a round does what is ready; 0 between rounds
         self._loops: dict[asyncio.AbstractEventLoop, int] = {}
         self._readers: set[asyncio.AbstractEventLoop] = set()
         self._closed = False
@@ -223,18 +224,22 @@ class Reactor:
         self._sleep_until = now + int(timeout_s * 1e9)
         events = self._epoll.poll(timeout_s)
         self._sleep_until = 0
-        with gate, self.lock:
-            if self._again:
-                events, self._again = [*events, *((fd, 1) for fd in self._again)], []
-            for fd, _ in events:
-                callback = self._callbacks.get(fd)
-                if callback is not None:
-                    callback()
-                elif fd == self._wake_fd:
-                    self._drain_wake()
-            now = self._now()
-            if now >= self._next_due:
-                self.tick(now)
+        self.round_ns = self._now()
+        try:
+            with gate, self.lock:
+                if self._again:
+                    events, self._again = [*events, *((fd, 1) for fd in self._again)], []
+                for fd, _ in events:
+                    callback = self._callbacks.get(fd)
+                    if callback is not None:
+                        callback()
+                    elif fd == self._wake_fd:
+                        self._drain_wake()
+                now = self._now()
+                if now >= self._next_due:
+                    self.tick(now)
+        finally:
+            self.round_ns = 0
         if self._followers:
             self._tell_followers()
 
@@ -252,6 +257,12 @@ class Reactor:
         self._next_due = _NEVER
         due = min((ticker(now) for ticker in list(self._tickers)), default=_NEVER)
         self._next_due = min(self._next_due, due)
+
+    def round_since(self) -> tuple[int, int] | None:
+        """Return since when (monotonic ns) a round does what is ready, and on which thread; None between rounds."""
+        since = self.round_ns
+        thread = self._owner or (None if self._thread is None else self._thread.ident)
+        return (since, thread) if since and thread else None
 
     # -- the background thread -----------------------------------------------------------------------------------
 

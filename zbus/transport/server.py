@@ -97,6 +97,7 @@ class Server:
         lease: Returns until when (monotonic ns) nobody else may have this callee's place; None: nobody ever may.
         contact_ns: With ``lease``: how long a word of the controller counts as much as the lease.
         keep_bytes: How much of large replies stays in memory until their callers have them; beyond it they go to files.
+        on_fatal: Told, on the bus thread, of what ended that thread; without it nobody answers ``ctl`` any more.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Server:
         lease: Callable[[], int] | None = None,
         contact_ns: int = 0,
         keep_bytes: int = 256 << 20,
+        on_fatal: Callable[[BaseException], None] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.name = name
@@ -134,6 +136,7 @@ class Server:
         self._on_clock = on_clock
         self._lease = lease
         self._contact_ns = contact_ns
+        self._on_fatal = on_fatal
         self._bus = Reactor(clock=clock, lock=self.lock, name="zbus-bus")
         self._main = Reactor(clock=clock, lock=self.lock, name="zbus-main")
         self._channels: dict[str, Channel] = {}
@@ -350,9 +353,23 @@ class Server:
         self._main.close()
         self._bus.close()
 
+    def round_since(self) -> tuple[int, int] | None:
+        """Return since when (monotonic ns) the bus thread handles what is ready, and its id; None while it waits."""
+        since, thread = self._bus.round_ns, self._thread
+        return (since, thread.ident) if since and thread is not None and thread.ident else None
+
     # -- the bus thread ------------------------------------------------------------------------------------------
 
     def _run_bus(self) -> None:
+        try:
+            self._serve_bus()
+        except BaseException as error:
+            if self._on_fatal is None:
+                raise
+            if not self._closing:
+                self._on_fatal(error)
+
+    def _serve_bus(self) -> None:
         bus = self._bus
         while not self._closing:
             busy_since = self._busy_since
