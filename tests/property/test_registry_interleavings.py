@@ -271,10 +271,18 @@ def test_a_root_deleted_at_any_moment_is_made_again():
 def test_a_disk_that_fails_for_good_is_reported_within_bounded_attempts():
     """No method retries for ever."""
     disk = SimulatedDisk()
-    fs = SimulatedFS(disk, random.Random(0), quirks=Quirks(stale=1.0))
+    fs = SimulatedFS(disk, random.Random(0))
     slept: list[float] = []
     registry = FileRegistry(fs.root, fs=fs, sleep=slept.append)
-    for call in (lambda: registry.put("a/b", b"c"), lambda: registry.claim("a/b", b"c")):
+    fs.quirks = Quirks(stale=1.0)
+    for call in (
+        lambda: registry.put("a/b", b"c"),
+        lambda: registry.claim("a/b", b"c"),
+        lambda: registry.get("a/b"),
+        lambda: registry.list("a"),
+        lambda: registry.delete("a/b"),
+        lambda: FileRegistry(fs.root, fs=fs, sleep=slept.append),
+    ):
         with pytest.raises(RegistryError) as caught:
             call()
         assert isinstance(caught.value.__cause__, OSError)

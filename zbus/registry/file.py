@@ -50,7 +50,9 @@ _ATTEMPTS: Final = 15
 """With the pauses between them about 4.5 s: longer than NFS clients remember a name as absent (2 s were measured)."""
 _FIRST_PAUSE_S: Final = 0.001
 _LONGEST_PAUSE_S: Final = 1.0
-_PASSING: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.EINTR})
+_STALE: Final = frozenset({errno.ESTALE, errno.EINTR})
+"""Errors that looking the path up anew may cure."""
+_PASSING: Final = _STALE | {errno.ENOENT}
 """Errors of a write that a fresh attempt may cure: a directory made or removed by another, a stale handle."""
 _OURS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Errors that say nothing about the file: hiding a record for them would be a lie."""
@@ -91,7 +93,7 @@ class FileRegistry:
         self._seen: dict[str, frozenset[str]] = {}
         self._root_id: bytes | None = None
         if create:
-            self._guard("create", "(root)", lambda: self._fs.make_root(parents=True))
+            self._guard("create", "(root)", lambda: self._fresh(lambda: self._fs.make_root(parents=True)))
         elif not self._fs.root.is_dir():
             msg = f"there is no registry at {self._fs.root}"
             raise RegistryError(msg, hint="check the trial name and that this host mounts the same root")
@@ -362,7 +364,7 @@ class FileRegistry:
                 except OSError as error:
                     if error.errno not in _PASSING or attempt >= _ATTEMPTS:
                         raise
-                self._make(area)
+                self._fresh(lambda: self._make(area))
                 if attempt > 1:
                     self._sleep(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -373,20 +375,25 @@ class FileRegistry:
     def _look(self, action: str, key: str, area: str, step: Callable[[Area], _T], absent: _T) -> _T:
         """Run a step that makes nothing: whatever is missing gives ``absent``, a stale handle is opened again."""
 
-        def attempts() -> _T:
-            for attempt in itertools.count(1):
-                try:
-                    with self._fs.open(area) as directory:
-                        return step(directory)
-                except FileNotFoundError:
-                    return absent
-                except OSError as error:
-                    if error.errno != errno.ESTALE or attempt >= _ATTEMPTS:
-                        raise
-                self._sleep(_FIRST_PAUSE_S)
-            raise AssertionError  # pragma: no cover  # the loop above has no end
+        def attempt() -> _T:
+            try:
+                with self._fs.open(area) as directory:
+                    return step(directory)
+            except FileNotFoundError:
+                return absent
 
-        return self._guard(action, key, attempts)
+        return self._guard(action, key, lambda: self._fresh(attempt))
+
+    def _fresh(self, step: Callable[[], _T]) -> _T:
+        """Run a step, and again with fresh handles while they are stale; bounded."""
+        for attempt in itertools.count(1):
+            try:
+                return step()
+            except OSError as error:
+                if error.errno not in _STALE or attempt >= _ATTEMPTS:
+                    raise
+            self._sleep(_FIRST_PAUSE_S)
+        raise AssertionError  # pragma: no cover  # the loop above has no end
 
     def _make(self, area: str) -> None:
         try:

@@ -188,7 +188,7 @@ class Quirks:
 
     Attributes:
         resend: A link, rename, create or unlink is done, its reply is lost, and the repeat is told EEXIST or ENOENT.
-        stale: A read or an open reports ESTALE.
+        stale: Whatever looks a path up (open, read, list, make a directory) reports ESTALE.
         absent_for: So many operations of this client a name stays "not found" after a lookup that missed it.
     """
 
@@ -229,6 +229,7 @@ class SimulatedFS:
     def make_root(self, *, parents: bool = False) -> bool:
         """Make the root; return whether it was missing."""
         self.step()
+        self.maybe_stale()
         missing = self.disk.areas is None
         if self.disk.areas is None:
             self.disk.areas = {}
@@ -237,6 +238,7 @@ class SimulatedFS:
     def make_area(self, area: str) -> None:
         """Make an area."""
         self.step()
+        self.maybe_stale()
         self._areas().setdefault(area, _Directory())
 
     def open(self, area: str) -> SimulatedArea:
@@ -356,11 +358,13 @@ class SimulatedArea:
     def links(self, name: str) -> int:
         """Return how many names a file has."""
         self._fs.step()
+        self._fs.maybe_stale()
         return self._find(name).links
 
     def names(self) -> list[str]:
         """Return the names in two passes with another client's turn between them, as a big directory is read."""
         self._fs.step()
+        self._fs.maybe_stale()
         seen = list(self._directory.files)[::-1]
         first = seen[: len(seen) // 2]
         self._fs.step()

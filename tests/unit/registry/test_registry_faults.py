@@ -192,6 +192,50 @@ def test_a_name_remembered_as_absent_is_found_once_the_memory_ends():
     assert reader.get("area/x") == b"v"
 
 
+class Forgetful(SimulatedFS):
+    """A client that remembers a name as absent for ``lag_s`` seconds of the test's time."""
+
+    now = 0.0
+
+    def __init__(self, disk, lag_s):
+        super().__init__(disk, random.Random(1))
+        self.lag_s = lag_s
+        self.until = {}
+
+    def missed(self, area, name):
+        self.until[area, name] = self.now + self.lag_s
+
+    def hides(self, area, name):
+        return self.now < self.until.get((area, name), 0.0)
+
+    def made(self, area, name):
+        self.until.pop((area, name), None)
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.mark.parametrize("lag_s", [2.0, 10.0, 60.0])
+def test_no_lag_is_an_error_however_long(lag_s):
+    """Row 45: up to a minute a reader waits, then finds; a claim of a name it cannot see yet ends with its winner."""
+    disk = SimulatedDisk()
+    writer = FileRegistry("/simulated/registry", fs=SimulatedFS(disk, random.Random(2)), sleep=no_sleep)
+    writer.put("area/other", b"o")
+    for look in ("get", "claim"):
+        fs = Forgetful(disk, lag_s)
+        reader = FileRegistry(fs.root, fs=fs, sleep=fs.sleep)
+        reader.put("area/mine", b"m")
+        assert reader.get(f"area/{look}") is None
+        writer.put(f"area/{look}", b"v")
+        if look == "get":
+            while reader.get("area/get") is None:
+                assert fs.now < lag_s
+            assert reader.list("area").entries["area/get"] == b"v"
+        else:
+            assert reader.claim("area/claim", b"mine") == b"v"
+        assert lag_s * 0.5 < fs.now < lag_s + 5.0
+
+
 def test_what_was_reported_done_survives_a_power_cut():
     """R1, R3: a durable record, a claim and an epoch stand after a power cut; nothing is half written."""
     for seed in range(300):
