@@ -45,9 +45,11 @@ __all__ = [
 
 _CHUNK: Final = 1 << 20
 _BATCH: Final = 4096
-_MAX_LINE: Final = 64 << 20
+_MAX_LINE: Final = 16 << 20
 _WHOLE_DOCUMENT: Final = 32 << 20
 _MAX_OBJECT: Final = 16 << 20
+_MANY_OBJECTS: Final = 1_000_000
+_MANY_VALUES: Final = 4_000_000
 _GZIP: Final = b"\x1f\x8b"
 _ZSTD: Final = b"\x28\xb5\x2f\xfd"
 _RANK_FILE: Final = re.compile(
@@ -299,7 +301,7 @@ def _batches(source: Source, problems: Problems, repairer: Repairer, blocks: Blo
     chunks = read_bytes(source, problems)
     head = b""
     for chunk in chunks:  # enough to tell the kind
-        head += chunk
+        head = head + chunk if head.strip() else chunk  # a whole piece of blanks is forgotten
         if len(head.lstrip()) >= 4096 or len(head) > _CHUNK:
             break
     start = head.lstrip(b"\xef\xbb\xbf \r\n\t\0")
@@ -337,7 +339,7 @@ def _whole_lines(chunks: Iterator[bytes], source: Source, problems: Problems) ->
             rest.append(chunk[cut:])
             held += len(chunk) - cut
         if held > _MAX_LINE:
-            problems.add("ZT0107", "bad_line", f"{source.label} has a line longer than 64 MiB, skipped")
+            problems.add("ZT0107", "bad_line", f"{source.label} has a line longer than 16 MiB, skipped")
             rest, held = [], 0
     if rest:
         yield b"".join(rest)
@@ -489,6 +491,8 @@ _decode_array = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 def _raw_events(data: bytes) -> list[msgspec.Raw] | None:
     """Return the events of a document without any fault, undecoded, else None."""
+    if data.count(b"{") > _MANY_OBJECTS or data.count(b",") > _MANY_VALUES:
+        return None  # so many small values would take more memory than their text
     try:
         data.decode()
         return _decode_array(data) if data.startswith(b"[") else _decode_document(data).traceEvents

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,3 +59,66 @@ def test_numbers_beyond_every_type_do_not_cost_their_neighbours(tmp_path):
     (tmp_path / "a.jsonl").write_text(GOOD.replace("}", ',"args":{"x":1e999,"y":"kept"}}'))
     run("convert", tmp_path / "a.jsonl", "-o", tmp_path / "spans.otlp.json")
     assert "kept" in Path(tmp_path / "spans.otlp.json").read_text()
+
+
+LIMIT_MB = 256
+MARK = b'{"name":"good","ph":"X","ts":9,"dur":1,"pid":1,"tid":1}'
+
+
+def gz_line(path: Path) -> None:
+    """A line of 300 MB in a gzip file of 300 kB, between two good ones."""
+    with gzip.open(path, "wb", 1) as file:
+        file.write(MARK + b"\n" + b'{"name":"')
+        for _ in range(300):
+            file.write(b"x" * 1_000_000)
+        file.write(b'"}\n' + MARK + b"\n")
+
+
+def gz_document(path: Path) -> None:
+    """A Chrome document whose second event has a name of 300 MB."""
+    with gzip.open(path, "wb", 1) as file:
+        file.write(b'{"traceEvents":[' + MARK + b',{"name":"')
+        for _ in range(300):
+            file.write(b"x" * 1_000_000)
+        file.write(b'"},' + MARK + b"]}")
+
+
+def gz_blanks(path: Path) -> None:
+    """300 MB of blanks before a document."""
+    with gzip.open(path, "wb", 1) as file:
+        for _ in range(300):
+            file.write(b" " * 1_000_000)
+        file.write(b"[" + MARK + b"," + MARK + b"]")
+
+
+def hole(path: Path) -> None:
+    """A line of 1 GB, a hole in the file, that begins behind two good ones."""
+    path.write_bytes(MARK + b"\n" + MARK + b"\n{")
+    os.truncate(path, 1_000_000_000)
+
+
+def small_values(path: Path) -> None:
+    """A document of a million empty objects between two events."""
+    path.write_bytes(b"[" + MARK + b"," + b"{}," * 1_100_000 + MARK + b"]")
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("make", [gz_line, gz_document, gz_blanks, hole, small_values])
+def test_a_bomb_is_merged_in_bounded_memory(tmp_path, make):
+    """Whatever a file unfolds to, the merge stays in 256 MB, keeps the good events around it, and says so."""
+    make(tmp_path / "bomb.json")
+    command = [sys.executable, "-m", "traceview", "merge", str(tmp_path / "bomb.json"), "-o", str(tmp_path / "o.json")]
+    limit = (2 << 30, 2 << 30)
+
+    def bounded() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+
+    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, preexec_fn=bounded) as process:  # noqa: PLW1509
+        assert process.stdout is not None
+        report = json.loads(process.stdout.read())
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    assert usage.ru_maxrss / 1024 <= LIMIT_MB
+    assert report["spans"] == 2
+    assert make is gz_blanks or report["incomplete"]
