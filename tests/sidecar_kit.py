@@ -52,7 +52,9 @@ def _record_pid(trial: Path) -> int | None:
 
 
 @contextmanager
-def traced(trial: Path, code: str, *args: object, rank: int = 0, **config: Any) -> Iterator[subprocess.Popen[str]]:
+def traced(
+    trial: Path, code: str, *args: object, rank: int = 0, stdin: int | None = None, **config: Any
+) -> Iterator[subprocess.Popen[str]]:
     """Run Python code as ``actor/rank``, traced into ``trial``; its stdout is a pipe. Killed at the end."""
     head = f"""
         import sys, time
@@ -67,12 +69,12 @@ def traced(trial: Path, code: str, *args: object, rank: int = 0, **config: Any) 
                 time.sleep(0.005)
         """
     command = [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(code), str(trial), *map(str, args)]
-    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, text=True, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         yield process
     finally:
         process.kill()
-        for pipe in (process.stdout, process.stderr):
+        for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
         process.wait()

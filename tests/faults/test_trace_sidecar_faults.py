@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -112,38 +113,58 @@ def test_a_killed_rank_loses_at_most_a_flush_period(short_dir: Path):
 
 
 BUSY = """
-    import os
-    mode = sys.argv[2]
-    if mode == "stopped":
-        on_sidecar()
-        print("ready", flush=True)
-        while not (Path(sys.argv[1]) / "go").exists():
+    on_sidecar()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        begin, cpu = time.monotonic(), time.process_time()
+        while time.monotonic() - begin < 0.5:
+            for n in range(20):
+                with trace.span("work", step=n, loss=0.5):
+                    pass
             time.sleep(0.01)
-    begin, cpu = time.monotonic(), time.process_time()
-    while time.monotonic() - begin < 3.0:
-        for n in range(20):
-            with trace.span("work", step=n, loss=0.5):
-                pass
-        time.sleep(0.01)
-    print(time.process_time() - cpu, flush=True)
-    os._exit(0)
+        print((time.process_time() - cpu) / (time.monotonic() - begin), flush=True)
 """
 
 
+@pytest.mark.ci
 @pytest.mark.alone
 def test_a_stopped_sidecar_costs_a_worker_at_most_2_percent(short_dir: Path):
-    """2,000 spans a second for 3 s: with a stopped sidecar the process takes at most 2 % more CPU than without any."""
-    with traced(short_dir, BUSY, "alone", rank=1, flush_period_s=0.25) as process:
-        alone = float(process.communicate(timeout=scaled(60))[0])
-    with sidecar(short_dir) as server, traced(short_dir, BUSY, "stopped", flush_period_s=0.25) as process:
+    """2,000 spans a second: in turns with a sidecar that runs and one that is stopped, CPU differs by 2 % at most."""
+    shares: dict[str, list[float]] = {"runs": [], "stopped": []}
+    with sidecar(short_dir) as server, traced(short_dir, BUSY, flush_period_s=0.25, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
         until_ready(process)
-        server.send_signal(signal.SIGSTOP)
-        (short_dir / "go").touch()
-        stopped = float(process.communicate(timeout=scaled(60))[0])
         spill = TrialFiles(short_dir).spill
-        assert b'"work"' in spill.read_bytes()
-    print(f"alone {alone:.3f} s, stopped {stopped:.3f} s of CPU")
-    assert stopped - alone <= 0.02 * 3.0
+        for _ in range(10):
+            for state, number in (("runs", signal.SIGCONT), ("stopped", signal.SIGSTOP)):
+                server.send_signal(number)
+                if state == "runs":
+                    wait_until(lambda: not spill.exists(), what="the end of the spill")
+                process.stdin.write("go\n")
+                process.stdin.flush()
+                shares[state].append(float(process.stdout.readline()))
+            assert b'"work"' in spill.read_bytes()
+    more = [stopped - runs for runs, stopped in zip(shares["runs"], shares["stopped"], strict=True)]
+    told = {state: f"{statistics.median(values):.2%}" for state, values in shares.items()}
+    print(f"CPU of one core, medians: {told}; paired difference {statistics.median(more):.2%}")
+    assert statistics.median(more) <= 0.02
+
+
+def test_a_stopped_sidecar_does_not_hold_up_the_end(short_dir: Path):
+    """A process that ends while the sidecar is stopped waits for its answer two seconds at most, and loses nothing."""
+    with sidecar(short_dir) as server, traced(short_dir, STEADY, flush_period_s=PERIOD_S) as process:
+        until_ready(process)
+        go_on(short_dir)
+        server.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        total = end(short_dir, process)
+        assert time.monotonic() - began < 2.0 + scaled(2.0)
+        files = TrialFiles(short_dir)
+        assert files.numbers == list(range(total))
+        [told] = files.named("zbus_end")
+        assert told["args"]["recorded"] == told["args"]["written"] == total
+    assert TrialFiles(short_dir).numbers == list(range(total))
 
 
 @pytest.mark.ci
