@@ -8,9 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from zbus.trace.wire import SidecarRecord
+    from zbus.transport.multipart import Socket
 
 __all__ = ["Feed", "render", "tail"]
 
@@ -79,22 +83,35 @@ class Feed:
     """
 
     def __init__(self, trial: Path, *, sleep: Callable[[float], None] = time.sleep) -> None:
-        from zbus.trace.export import sidecar_record
-        from zbus.transport.multipart import Receiver
         from zbus.transport.sockets import SocketFactory
 
-        record = sidecar_record(trial / "registry")
-        if record is None:
-            raise _no_sidecar(trial)
         self._trial = trial
         self._sleep = sleep
+        self._record: SidecarRecord | None = None
+        self._socket: Socket | None = None
         self._factory = SocketFactory(max_sockets=8)
+        if not self._connect():
+            self._factory.close()
+            raise _no_sidecar(trial)
+
+    def _connect(self) -> bool:
+        """Connect to the sidecar that the registry names, unless it is the one we know; False if there is none new."""
+        from zbus.trace.export import sidecar_record
+        from zbus.transport.multipart import Receiver
+
+        record = sidecar_record(self._trial / "registry")
+        if record is None or record == self._record:
+            return False
+        if self._socket is not None:
+            self._socket.close(0)
+        self._record = record
         self._socket = self._factory.dealer("ctl")
         self._factory.connect(self._socket, record.endpoints[0])
         self._receiver = Receiver(self._socket)
+        return True
 
     def lines(self, *, follow: bool) -> Iterator[dict[str, Any]]:
-        """Yield lines, oldest first; with ``follow`` until the sidecar ends.
+        """Yield lines, oldest first; with ``follow`` until the sidecar ends. One that was restarted is followed on.
 
         Raises:
             TrialError: The sidecar does not answer.
@@ -104,6 +121,9 @@ class Feed:
         while True:
             state = self._ask(since)
             if state is None:
+                if self._connect():
+                    since = 0  # it counts its lines anew
+                    continue
                 if answered and self._gone():
                     return
                 raise _no_sidecar(self._trial)
@@ -119,6 +139,7 @@ class Feed:
         from zbus.trace import wire
         from zbus.transport.multipart import send
 
+        assert self._socket is not None  # noqa: S101  # connected since the begin
         poll = select.poll()
         poll.register(int(self._socket.fileno()), select.POLLIN)
         deadline = time.monotonic() + _ANSWER_S
@@ -129,10 +150,16 @@ class Feed:
             if frames is not None and len(frames) == 2:
                 state: dict[str, Any] = json.loads(bytes(frames[1]))
                 return state
-            if self._gone():
+            if self._moved():
                 return None
             poll.poll(20)
         return None
+
+    def _moved(self) -> bool:
+        """Return whether the sidecar is gone, or another one has taken its place."""
+        from zbus.trace.export import sidecar_record
+
+        return sidecar_record(self._trial / "registry") != self._record
 
     def _gone(self) -> bool:
         from zbus.trace.export import sidecar_record
@@ -141,7 +168,8 @@ class Feed:
 
     def close(self) -> None:
         """Close the connection."""
-        self._socket.close(0)
+        if self._socket is not None:
+            self._socket.close(0)
         self._factory.close()
 
 

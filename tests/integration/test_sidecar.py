@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import signal
 import statistics
 import subprocess
@@ -100,6 +101,106 @@ def test_tail_shows_finished_steps_and_names_slow_ranks(short_dir: Path):
     assert bad.returncode == 2
     alone = follow(short_dir)
     assert (alone.returncode, "traceview collect" in alone.stderr) == (alone.returncode or 1, True)
+
+
+LIVE = """
+    config.update(run_epoch_wall_ns=time.time_ns(), run_epoch_mono_ns=time.monotonic_ns())
+    from zbus.trace.tracefile import boot_id
+    tracers = [
+        trace.configure({**config, "clock_boot_id": boot_id()}, role="rollout", rank=rank, default=False)
+        for rank in range(3)
+    ]
+    while not all(writer_of(tracer)._outlet for tracer in tracers):
+        time.sleep(0.005)
+    for step, line in enumerate(sys.stdin):
+        begin = tracers[0].now()
+        time.sleep(0.1)
+        for rank, tracer in enumerate(tracers):
+            end = begin + 20_000_000 * (1 + 4 * (rank == step % 3))
+            ids = (bytes(16), f"rollout/{rank}", 1, "main", step, 1, "train")
+            tracer.bus_server(*ids, begin, begin, begin, end, end, "OK")
+        with trace.use_tracer(tracers[0]):
+            trace.mark_step(step)
+        for tracer in tracers:  # later than the mark, so that the step can be closed
+            with trace.use_tracer(tracer), trace.span("later"):
+                pass
+"""
+
+
+def test_tail_follows_a_running_trial_over_a_restart_of_its_sidecar(short_dir: Path):
+    """Each step is told with its slow rank while the run goes on, also after the sidecar was killed and restarted."""
+    command = [sys.executable, "-m", "traceview.tail", str(short_dir), "--json"]
+    with ExitStack() as stack:
+        first = stack.enter_context(sidecar(short_dir))
+        process = stack.enter_context(traced(short_dir, LIVE, rank=9, flush_period_s=0.05, stdin=subprocess.PIPE))
+        assert process.stdin is not None
+        follower = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        stack.enter_context(follower)
+        stack.callback(follower.kill)
+        assert follower.stdout is not None
+        slow = []
+        for step in range(4):
+            process.stdin.write("step\n")
+            process.stdin.flush()
+            line = json.loads(follower.stdout.readline())
+            slow.append((line["step"], line["slowest"][0]["who"]))
+            if step == 1:
+                first.kill()
+                first.wait()
+                stack.enter_context(sidecar(short_dir))
+    assert slow == [(0, "rollout/0"), (1, "rollout/1"), (2, "rollout/2"), (3, "rollout/0")]
+
+
+LEFT = """
+    n = 0
+    for line in sys.stdin:
+        if n:
+            on_sidecar()
+        for n in range(n, n + int(line)):
+            trace.instant("tick", n=n)
+        n += 1
+        writer.flush()
+        print(writer.path.stat().st_size, flush=True)
+    trace.shutdown()
+"""
+
+
+def test_what_a_killed_sidecar_left_is_read_and_can_be_finished(short_dir: Path):
+    """A sidecar that could not write lines is killed, the trial ends: merge has all; a later collect finishes it."""
+    spool = short_dir / "traces" / "spool"
+
+    def record(number: int) -> int:
+        process.stdin.write(f"{number}\n")
+        process.stdin.flush()
+        return int(process.stdout.readline())
+
+    with traced(short_dir, LEFT, flush_period_s=0.2, stdin=subprocess.PIPE) as process:
+        size = record(20_000)
+        with sidecar(short_dir) as server:
+            resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (size, size))  # the file is full, the spool is not
+            record(10_000)
+            wait_until(lambda: sum(path.stat().st_size for path in spool.glob("*.spool")) > 300_000, what="the blocks")
+            server.kill()
+            server.wait()
+        process.stdin.close()
+        process.wait(timeout=scaled(30))
+    assert (short_dir / "traces" / "actor" / "traces_0.jsonl").stat().st_size == size
+    assert TrialFiles(short_dir).numbers == list(range(30_000))
+    assert merged_ticks(short_dir) == (list(range(30_000)), True)
+    with sidecar(short_dir):
+        wait_until(lambda: not list(spool.glob("*.spool")), what="the end of the spool")
+    assert not spool.exists()
+    assert merged_ticks(short_dir) == (list(range(30_000)), False)
+
+
+def merged_ticks(trial: Path) -> tuple[list[int], bool]:
+    """Merge strictly; return the numbers of all ticks, and whether something was read from a spool."""
+    output = trial / "merged.json"
+    command = [sys.executable, "-m", "traceview", "merge", str(trial), "-o", str(output), "--strict", "--json"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60))
+    assert ran.returncode == 0, ran.stderr
+    ticks = [e["args"]["n"] for e in json.loads(output.read_text())["traceEvents"] if e["name"] == "tick"]
+    return sorted(ticks), "spool_read" in json.loads(ran.stdout)["problems"]
 
 
 FORKED = """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -27,6 +28,9 @@ __all__ = ["SeqSet", "SourceLines", "Spool", "SpoolPart", "block_at", "read_spoo
 _MARK: Final = b'{"name":"zbus_block"'
 _ROTATE: Final = 8 << 20
 _IDLE_ROTATE: Final = 1 << 20
+
+
+_decode_lines: Final = msgspec.json.Decoder(Event).decode_lines
 
 
 class SourceLines:
@@ -70,6 +74,8 @@ class SourceLines:
         bad = 0
         if message.form == wire.LINES:
             data = bytes(payload)
+            with suppress(msgspec.DecodeError):  # whoever reads the file tells of it
+                events = _decode_lines(data)
         else:
             try:
                 found = expand(decode_block(payload), self._expander, self._names, self._who, self.pid)
