@@ -8,8 +8,9 @@ the machine's speed cancels out. The raw echo is the least that pyzmq can do: on
 per worker here, one frame each way, blocking receives, the same transport (ipc).
 
 Workloads: ``call_sync`` and ``call_sync_p99`` (sequential round trips, us), ``call_async`` (awaited one at a time),
-``call_traced`` (tracing at ``rpc``), ``pipeline_1`` and ``pipeline_8`` (one message per call, 128 in flight per worker,
-calls/s), ``fanout_1|4|16`` (broadcast and ordered gather, us), ``batch_64`` (ordered batches of 64 calls, calls/s).
+``call_traced`` (tracing at ``rpc``, and what it adds), ``pipeline_1`` and ``pipeline_8`` (one message per call, 128 in
+flight per worker, calls/s), ``fanout_1|4|16`` (broadcast and ordered gather, us), ``batch_64`` (ordered batches of 64
+calls, calls/s).
 """
 
 from __future__ import annotations
@@ -256,7 +257,9 @@ def run(rounds: int, scale: float, wanted: Callable[[str], bool]) -> Results:
                 results.add("call_sync", "zbus", "us", value, base)
                 results.add("call_sync_p99", "zbus", "us", value99, base99)
                 if traced is not None:
-                    results.add("call_traced", "zbus", "us", latencies(traced.call, count)[0], base)
+                    slower = latencies(traced.call, count)[0]
+                    results.add("call_traced", "zbus", "us", slower, base)
+                    results.add("call_traced_adds", "zbus", "us", slower - value, base)
                 if wanted("call_async"):
                     value, value99 = latencies_async(ours[1].call_async, count)
                     results.add("call_async", "zbus", "us", value, base)
@@ -291,13 +294,13 @@ def main() -> None:
 
     results = run(options.rounds, options.scale, wanted)
     if not options.json:
-        print(f"{'workload':<16}{'system':<8}{'median':>12}{'best':>12} {'unit':<8}{'x raw':>8}")
+        print(f"{'workload':<20}{'system':<8}{'median':>12}{'best':>12} {'unit':<8}{'x raw':>8}")
     for line in results.lines():
         if options.json:
             print(json.dumps(line), flush=True)
         else:
             print(
-                f"{line['workload']:<16}{line['system']:<8}{line['median']:>12.1f}{line['best']:>12.1f} "
+                f"{line['workload']:<20}{line['system']:<8}{line['median']:>12.1f}{line['best']:>12.1f} "
                 f"{line['unit']:<8}{line['ratio']:>8.2f}"
             )
 

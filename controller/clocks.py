@@ -13,9 +13,9 @@ from typing import Final
 
 import msgspec
 
+from zbus.clock import ClockId
 from zbus.trace.blocks import ClockLine
 from zbus.trace.clocksync import ClockFilter, ClockPoint
-from zbus.trace.tracefile import ClockId
 from zbus.transport.client import Client, Exchange, Peer, PeerState
 
 __all__ = ["ClockWatch"]

@@ -31,7 +31,7 @@ from controller.scheduling.api import AgentExit, Job, Scheduler
 from controller.stacks import Stacks, ask_agents
 from controller.startup import agent_error, missing_error
 from controller.takeover import OrphanResult, arguments_of, refuse_living, with_arguments
-from zbus.clock import SYSTEM_CLOCK
+from zbus.clock import SYSTEM_CLOCK, boot_id, clock_id, time_namespace
 from zbus.codec import decode, encode
 from zbus.config import Config, RoleConfig, TrialDir
 from zbus.discovery.directory import Directory
@@ -44,10 +44,9 @@ from zbus.registry.identity import pid_space, same_kernel
 from zbus.registry.lease import LeaseRenewer
 from zbus.registry.records import EpochRecord, JobRecord, Records, WorkerRecord
 from zbus.runtime.journal import journal_file, read_journal
-from zbus.runtime.processes import boot_id, start_time
+from zbus.runtime.processes import start_time
 from zbus.trace import control
 from zbus.trace.config import TraceConfig
-from zbus.trace.tracefile import clock_id, time_namespace
 from zbus.trace.tracer import Tracer
 from zbus.transport.client import Client, Peer, PeerState
 from zbus.transport.endpoints import RuntimeDir, bind_endpoints

@@ -124,7 +124,7 @@ def _record_bytes(endpoints: list[str]) -> bytes:
 def _record(endpoints: list[str]) -> SidecarRecord:
     import socket
 
-    from zbus.trace.tracefile import boot_id, time_namespace
+    from zbus.clock import boot_id, time_namespace
     from zbus.trace.wire import SidecarRecord
 
     host, pid = socket.gethostname(), os.getpid()

@@ -60,7 +60,7 @@ def test_records_go_through_the_sidecar_into_the_rank_s_own_file(short_dir: Path
 
 STEPS = """
     config.update(run_epoch_wall_ns=time.time_ns(), run_epoch_mono_ns=time.monotonic_ns())
-    from zbus.trace.tracefile import boot_id
+    from zbus.clock import boot_id
     tracers = [
         trace.configure({**config, "clock_boot_id": boot_id()}, role="rollout", rank=rank, default=False)
         for rank in range(2)
@@ -248,8 +248,8 @@ CLOCKS = """
     role, ahead, drift = sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
     clock = Skewed()
     if ahead:
-        import zbus.trace.tracefile, zbus.trace.export
-        zbus.trace.tracefile.boot_id = lambda: "boot of " + role
+        import zbus.clock, zbus.trace.tracefile
+        zbus.clock.boot_id = zbus.trace.tracefile.boot_id = lambda: "boot of " + role
     from zbus.trace.control import writer_of
     config.update(flush_period_s=0.05, run_epoch_wall_ns=time.time_ns())
     tracer = trace.configure(config, role=role, rank=0, clock=clock)

@@ -39,7 +39,7 @@ def start(root: Path, role: str, rank: int) -> subprocess.Popen[str]:
     """Start one traced process that makes a step per line of its input."""
     import time
 
-    from zbus.trace.writer import boot_id
+    from zbus.clock import boot_id
 
     epoch = (str(time.time_ns()), str(time.monotonic_ns()), boot_id())
     args = [sys.executable, "-c", RANK, str(root), role, str(rank), *epoch]

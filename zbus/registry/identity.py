@@ -7,18 +7,11 @@ import os
 from pathlib import Path
 from typing import Final
 
-__all__ = ["boot_id", "pid_space", "pid_start", "same_kernel"]
+from zbus.clock import boot_id
+
+__all__ = ["pid_space", "pid_start", "same_kernel"]
 
 _FIELD_AFTER_NAME: Final = 19  # field 22 of /proc/PID/stat, counted after the name, which may hold anything
-
-
-@functools.cache
-def boot_id() -> str:
-    """Return the id of this boot of this machine, or an empty text where the kernel does not tell."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
 
 
 @functools.cache

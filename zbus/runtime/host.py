@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from zbus import failpoints, names
+from zbus.clock import boot_id, time_namespace
 from zbus.engine import Engine, Mesh, endpoints_of, lanes_of, table_to_wire
 from zbus.errors import EngineLoadError
 from zbus.ids import WorkerName
@@ -34,11 +35,10 @@ from zbus.runtime.executor import Executor
 from zbus.runtime.journal import CrashJournal, journal_file
 from zbus.runtime.leaseword import LeaseWord
 from zbus.runtime.loader import digest_of, load_engine
-from zbus.runtime.processes import boot_id, start_time
+from zbus.runtime.processes import start_time
 from zbus.runtime.watchdog import Handler, Watchdog
 from zbus.trace import control
 from zbus.trace.config import TraceConfig
-from zbus.trace.tracefile import time_namespace
 from zbus.trace.tracer import get_tracer
 from zbus.transport.endpoints import RuntimeDir, bind_endpoints
 from zbus.transport.security import ProcessKeys

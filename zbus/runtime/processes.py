@@ -18,7 +18,6 @@ from typing import Final
 __all__ = [
     "ProcessHandle",
     "become_subreaper",
-    "boot_id",
     "catches",
     "children_of",
     "describe_exit",
@@ -108,14 +107,6 @@ def children_of(pid: int) -> list[int]:
             continue
         found.extend(int(word) for word in text.split())
     return found
-
-
-def boot_id() -> str:
-    """Return the kernel's id of this boot: equal on two processes only if they share a kernel."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
 
 
 def become_subreaper() -> None:

@@ -19,13 +19,13 @@ from typing import Any, Final
 
 import msgspec
 
-from zbus.clock import SYSTEM_CLOCK, Clock
+from zbus.clock import SYSTEM_CLOCK, Clock, boot_id, time_namespace
 from zbus.errors import TrialError, ZbusError
 from zbus.trace import wire
 from zbus.trace.intake import Intake, SeqSet
 from zbus.trace.live import Live
 from zbus.trace.spool import SourceLines, Spool, scan_blocks
-from zbus.trace.tracefile import LineFile, boot_id, time_namespace
+from zbus.trace.tracefile import LineFile
 from zbus.transport.multipart import Receiver, send
 from zbus.transport.sockets import SocketFactory
 

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
+from zbus.clock import ClockId, clock_id
 from zbus.errors import ZbusError
 from zbus.registry.file import FileRegistry
 from zbus.trace import wire
@@ -28,7 +29,7 @@ from zbus.trace.clocksync import ClockFilter, ClockPoint
 from zbus.trace.events import encode_event
 from zbus.trace.outbox import Outbox, Wait
 from zbus.trace.spool import SourceLines
-from zbus.trace.tracefile import ClockId, LineFile, clock_id, spill_path
+from zbus.trace.tracefile import LineFile, spill_path
 from zbus.trace.writer import TraceWriter
 from zbus.transport.multipart import Receiver, send
 from zbus.transport.sockets import SocketFactory

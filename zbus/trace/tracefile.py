@@ -10,22 +10,18 @@ import socket
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from zbus.clock import Clock
+from zbus.clock import Clock, boot_id, time_namespace
 from zbus.trace.config import TraceConfig
 
 __all__ = [
     "FORMAT",
-    "ClockId",
     "LineFile",
     "RunEpoch",
-    "boot_id",
-    "clock_id",
     "new_source",
     "opening_facts",
     "run_epoch",
     "sessions_path",
     "spill_path",
-    "time_namespace",
     "trace_path",
 ]
 
@@ -70,34 +66,6 @@ def _path(root: str | Path, role: str, rank: int, start: int, kind: str) -> Path
 
 
 # -- clocks and identity -------------------------------------------------------------------------------------------
-
-
-class ClockId(NamedTuple):
-    """What owns a monotonic clock: processes with equal ids share it exactly."""
-
-    boot_id: str
-    time_ns: int
-
-
-def boot_id() -> str:
-    """Return the kernel's boot id, or an empty text where there is none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-def time_namespace() -> int:
-    """Return the inode of this process's time namespace (0 where unknown): it owns CLOCK_MONOTONIC's offset."""
-    try:
-        return os.stat("/proc/self/ns/time").st_ino  # noqa: PTH116  # a magic link: stat, not a path question
-    except OSError:
-        return 0
-
-
-def clock_id() -> ClockId:
-    """Return the id of this process's monotonic clock."""
-    return ClockId(boot_id(), time_namespace())
 
 
 def new_source() -> str:

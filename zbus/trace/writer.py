@@ -22,16 +22,14 @@ from zbus.trace.tracefile import (
     FORMAT,
     LineFile,
     RunEpoch,
-    boot_id,
     new_source,
     opening_facts,
     run_epoch,
-    time_namespace,
     trace_path,
 )
 from zbus.trace.tracer import Level, Ring, Tracer
 
-__all__ = ["FORMAT", "LOOK_S", "Outlet", "TraceWriter", "boot_id", "opening_lines", "time_namespace", "trace_path"]
+__all__ = ["FORMAT", "LOOK_S", "Outlet", "TraceWriter", "opening_lines", "trace_path"]
 
 _BLOCK: Final = 1024
 _MAX_PAYLOAD: Final = 4 << 20

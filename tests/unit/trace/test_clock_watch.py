@@ -14,11 +14,11 @@ import pytest
 from controller.clocks import ClockWatch
 from waiting import scaled, wait_until
 from zbus import trace
+from zbus.clock import ClockId, clock_id
 from zbus.ids import WorkerName, new_session
 from zbus.protocol.messages import Kind
 from zbus.trace import control
 from zbus.trace.blocks import ClockLine
-from zbus.trace.tracefile import ClockId, clock_id
 from zbus.trace.tracer import Tracer
 from zbus.trace.writer import TraceWriter
 from zbus.transport.client import Client, Peer, PeerState

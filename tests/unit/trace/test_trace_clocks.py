@@ -11,13 +11,13 @@ import pytest
 
 from sidecar_kit import TrialFiles
 from waiting import wait_until
+from zbus.clock import ClockId, boot_id, time_namespace
 from zbus.registry.file import FileRegistry
 from zbus.trace import wire
 from zbus.trace.clocksync import ClockFilter, ClockPoint, offset_at
 from zbus.trace.collector import Collector
 from zbus.trace.config import TraceConfig
 from zbus.trace.export import SIDECAR_KEY, Exporter
-from zbus.trace.tracefile import ClockId, boot_id, time_namespace
 from zbus.trace.tracer import Tracer
 from zbus.trace.writer import TraceWriter
 from zbus.transport.sockets import SocketFactory

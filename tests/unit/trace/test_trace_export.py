@@ -12,6 +12,7 @@ import pytest
 
 from sidecar_kit import TrialFiles
 from waiting import wait_until
+from zbus.clock import boot_id, time_namespace
 from zbus.errors import TrialError
 from zbus.registry.file import FileRegistry
 from zbus.trace import control, wire
@@ -20,7 +21,6 @@ from zbus.trace.config import TraceConfig
 from zbus.trace.export import SIDECAR_KEY, Exporter, sidecar_record
 from zbus.trace.intake import SeqSet
 from zbus.trace.spool import Spool, read_spool, scan_blocks
-from zbus.trace.tracefile import boot_id, time_namespace
 from zbus.trace.tracer import Tracer
 from zbus.trace.writer import TraceWriter
 from zbus.transport.sockets import SocketFactory

@@ -15,12 +15,13 @@ import pytest
 
 from waiting import scaled, wait_until
 from zbus import trace
+from zbus.clock import boot_id
 from zbus.errors import ConfigError
 from zbus.trace.blocks import decode_block
 from zbus.trace.control import writer_of
 from zbus.trace.events import bus_flow_ids, call_id
 from zbus.trace.tracer import Tracer, span_records
-from zbus.trace.writer import TraceWriter, boot_id, trace_path
+from zbus.trace.writer import TraceWriter, trace_path
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "trace" / "traces_0.jsonl"
 
