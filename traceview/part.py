@@ -436,11 +436,17 @@ class _Part:
             self._name_thread(self._thread(process, event.tid), args["name"])
         elif name == "zbus_end":
             report.complete = True
-            lost = args.get("lost")
-            if isinstance(lost, dict):
-                report.lost = {str(k): v for k, v in lost.items() if type(v) is int}
+            self._count_lost(report, args.get("lost"))
         elif name == "zbus_loss":
             self._loss(process, event.pid, args)
+
+    def _count_lost(self, report: ProcessReport, told: object) -> None:
+        """Take what a process says at its end that it lost; what no line told before is told here."""
+        for reason, lost in told.items() if isinstance(told, dict) else ():
+            more = lost - report.lost.get(str(reason), 0) if type(lost) is int else 0
+            if more > 0:
+                report.lost[str(reason)] = lost
+                self._problem("ZT0111", "lost", f"{self._label} lost {more} records ({reason})", more)
 
     def _name_thread(self, thread: _Thread, name: str) -> None:
         """Name a thread; of one that was renamed all names are kept, the last first."""

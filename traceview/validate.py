@@ -129,7 +129,11 @@ def _check(event: Event, source: Source, problems: Problems, seen: _File) -> Non
     elif phase == "M":
         if event.name == "zbus_meta":
             seen.begin(str(args_of(event).get("source") or ""))
-        seen.ended += event.name == "zbus_end"
+        if event.name == "zbus_end":
+            seen.ended += 1
+            told = args_of(event).get("lost")
+            counts = told.values() if isinstance(told, dict) else ()
+            seen.lost = max(seen.lost, sum(count for count in counts if type(count) is int))
         if event.name == "zbus_loss":
             lost = args_of(event).get("lost")
             seen.lost += lost if type(lost) is int else 0

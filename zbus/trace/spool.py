@@ -18,7 +18,7 @@ import msgspec
 
 from zbus.trace import wire
 from zbus.trace.blocks import decode_block, expand, marker
-from zbus.trace.events import Event, Expander
+from zbus.trace.events import Event, Expander, encode_event
 from zbus.trace.intake import SeqSet
 from zbus.trace.tracefile import trace_path
 from zbus.trace.writer import opening_lines
@@ -82,7 +82,16 @@ class SourceLines:
                 data, events, bad = found.data, found.events, found.malformed
             except msgspec.DecodeError:
                 data, bad = b"", message.records
+        if bad:
+            data += self._malformed(bad, events)
         return marker(self.source, message.seq, message.records - bad, len(data), self.pid) + data, events, bad
+
+    def _malformed(self, lost: int, events: list[Event]) -> bytes:
+        """Return the line that says that records of a block could not be read."""
+        times = [event.ts for event in events if event.ts is not None] or [0.0]
+        since, until = min(times), max(times)
+        args = {"reason": "malformed", "lost": lost, "since_us": since, "until_us": until}
+        return encode_event(Event("zbus_loss", "M", until, pid=self.pid, args=args))
 
     def end(self, message: wire.End) -> bytes:
         """Return the lines of the end."""

@@ -423,6 +423,7 @@ def test_records_of_any_kind_arrive_or_are_counted(bench):
     assert next(e["name"] for e in files.events if e["ph"] == "X").startswith("a")
     assert files.named("queue train")[0]["args"]["worker"] == "actor/3"
     assert bench.collector.ledger()[0]["malformed"] == 1
+    assert [(e["args"]["reason"], e["args"]["lost"]) for e in files.named("zbus_loss")] == [("malformed", 1)]
     assert files.torn == 0
 
 

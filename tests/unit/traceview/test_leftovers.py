@@ -183,3 +183,16 @@ def test_stats_and_validate_see_it_too(root, tmp_path):
     validate = [sys.executable, "-m", "traceview", "validate", str(tmp_path), "--json"]
     told = json.loads(subprocess.run(validate, capture_output=True, text=True, timeout=scaled(30)).stdout)
     assert [row["complete"] for row in told["files"]] == [True]
+
+
+def test_a_loss_that_only_the_end_tells_is_named(root, tmp_path):
+    """A process that found room only at its very end says there what it lost: strict refuses that too."""
+    root.write(root.main, 0, 1)
+    end = json.loads(root.end(2).event)
+    end["args"].update(recorded=13, lost={"spill_failed": 3})
+    with root.main.open("a") as file:
+        file.write(json.dumps(end) + "\n")
+    report, _ = merged(root)
+    assert report["problems"] == {"lost": 3}
+    assert report["incomplete"]
+    assert report["processes"][0]["lost"] == {"spill_failed": 3}
