@@ -39,10 +39,10 @@ def test_every_record_is_accounted_for():
 
 @pytest.mark.ci
 def test_every_record_is_accounted_for_in_many_runs():
-    """I12 holds in 20,000 further runs."""
-    report = run_seeds(range(1_000_000, 1_020_000), "trace")
+    """I12 holds in 10,000 further runs."""
+    report = run_seeds(range(1_000_000, 1_010_000), "trace")
     assert not report.failures, report.failures[0]
-    must_have_happened(50, report)
+    must_have_happened(30, report)
 
 
 def test_a_run_is_the_same_with_and_without_tracing():
