@@ -38,11 +38,13 @@ def play(tmp_path: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Pl
     monkeypatch.setenv("ZBUS_RUNTIME_DIR", str(short_dir))
 
     def run(scenario: str) -> dict[str, Any]:
+        driver = str(HERE / "drivers" / "hosts_driver.py")
         ran = subprocess.run(
-            ["unshare", "--net", "--mount", sys.executable, str(HERE / "drivers" / "hosts_driver.py"), scenario,
-             str(tmp_path)],
-            capture_output=True, text=True, timeout=scaled(110),
-        )  # fmt: skip
+            ["unshare", "--net", "--mount", "--uts", sys.executable, driver, scenario, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=scaled(110),
+        )
         logs = "".join(f"\n== {log.name}\n{log.read_text()[-2000:]}" for log in sorted(tmp_path.glob("*.log")))
         assert ran.returncode == 0, ran.stderr[-3000:] + logs
         told: dict[str, Any] = json.loads(ran.stdout)
@@ -82,3 +84,58 @@ def test_a_host_cut_off_beyond_its_lease_that_nobody_replaced_goes_on(play):
     assert told["back"] < scaled(5.0)
     assert set(told["effects"].values()) == {1}
     assert "actor/0 is back, and nothing has taken its place" in told["stderr"]
+
+
+def test_a_rank_that_its_controller_alone_cannot_reach_is_not_dead(play):
+    """Row 34: others reach it and its lease is renewed, so nobody may take its place; healed, its call is answered."""
+    told = play("asymmetric")
+    assert told["guest"]["start"] == 0, "another host reaches it"
+    assert told["refused"] == 2
+    assert "actor/0 is already run by another agent" in told["rival"]
+    assert told["during"] == {"before": 1}
+    assert (told["outcome"], told["start"]) == ("OK", 0)
+    assert told["effects"] == {"before": 1, "during": 1}
+    assert "died" not in told["stderr"]
+
+
+def test_a_rank_whose_host_gets_another_address_is_found_there(play):
+    """Row 32: its next start publishes where it is, and the controller follows."""
+    told = play("moves")
+    assert told["start"] == 1
+    assert told["endpoints"]["0"].startswith("tcp://127.231.0.2:")
+    assert told["endpoints"]["1"].startswith("tcp://127.231.0.77:")
+    assert told["after"] == 1
+    assert told["took"] < scaled(10.0)
+
+
+def test_a_way_that_swallows_large_packets_is_told_by_the_deadline(play):
+    """Row 39: small calls pass, a large one ends with its deadline and what is known, ``ctl`` and the rank live on."""
+    told = play("black_hole")
+    assert (told["small"], told["after"]) == (2, 3)
+    assert told["outcome"] == "UNKNOWN deadline"
+    assert "passed its deadline of 3 s" in told["error"]
+    assert told["ctl"] == 1
+    assert set(told["effects"].values()) == {1}
+    assert told["start"] == 0
+    assert "died" not in told["stderr"]
+
+
+def test_a_large_payload_on_a_slow_link_starves_no_heartbeat(play):
+    """Row 28: a megabyte at one megabit per second; ``ctl`` is answered all the while, and nobody is called dead."""
+    told = play("slow_link")
+    assert told["whole"]
+    assert told["took"] > 5.0, "the link was not slow"
+    assert len(told["answers"]) >= 4
+    assert {count for count, _ in told["answers"]} == {1}
+    assert max(seconds for _, seconds in told["answers"]) < scaled(3.0)
+    assert told["effects"] == {"before": 1, "big": 1}
+    assert told["start"] == 0
+    assert "died" not in told["stderr"]
+
+
+def test_a_host_without_ipv4_and_without_a_name_works(play):
+    """Row 38: sockets bind ``::1``, records say so, and no name is looked up."""
+    told = play("ipv6_only")
+    assert told["answers"] == [1, 1]
+    assert told["endpoints"]
+    assert all(endpoint.startswith("tcp://[::1]:") for endpoint in told["endpoints"])

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from hosts import Host, Hosts, wait_for
+from hosts import Host, Hosts, command, wait_for
 
 from controller import Controller, Role
 from zbus.config import Config
@@ -157,7 +160,125 @@ def healed(directory: Path) -> dict[str, Any]:
         }  # fmt: skip
 
 
-SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {"replaced": replaced, "healed": healed}
+GUEST = """
+import json, sys
+from controller import Controller
+with Controller.attach(sys.argv[1], timeout=30) as guest:
+    print(json.dumps(guest.group("actor")[0].who()))
+"""
+
+
+def asymmetric(directory: Path) -> dict[str, Any]:
+    """Cut a rank's host from the controller alone: others reach it, and its lease is renewed."""
+    with scene(directory, 2, 1, restart="one") as on:
+        far, near = on.hosts.others
+        actor = on.actor
+        assert actor[0].add("before") == 1
+        rules = [
+            ("INPUT", "-s", on.hosts.address, "-p", "tcp", "-j", "REJECT", "--reject-with", "tcp-reset"),
+            ("OUTPUT", "-d", on.hosts.address, "-p", "tcp", "-j", "DROP"),
+        ]
+        for rule in rules:
+            far.run("iptables", "-A", *rule)
+        asleep = actor[0].add.options(deadline=60, retries=5).submit("during")
+        wait_for(lambda: not actor.ready, "the loss to be seen")
+        guest = near.popen(sys.executable, "-c", GUEST, str(on.bus.trial.path), stdout=subprocess.PIPE)
+        rival = near.worker(Path(on.bus.trial.path), "actor", 0, directory / "rival.log", *LEASE)
+        seen, _ = guest.communicate(timeout=60)
+        refused = wait_for(lambda: rival.poll() is not None and (rival.returncode,), "the rival's end", 30)[0]
+        time.sleep(3.0)  # longer than the lease
+        during = on.effects()
+        for rule in rules:
+            far.run("iptables", "-D", *rule)
+        outcome = on.outcome(asleep)
+        return {
+            "guest": json.loads(seen), "refused": refused, "rival": (directory / "rival.log").read_text(),
+            "outcome": outcome, "effects": on.effects(), "during": during, "start": on.start_of(0),
+        }  # fmt: skip
+
+
+def moves(directory: Path) -> dict[str, Any]:
+    """Give a rank's host another address, under which its agent is started anew."""
+    with scene(directory, 1, 1, restart="one") as on:
+        host = on.hosts.others[0]
+        assert on.actor[0].add("before") == 1
+        host.run("ip", "addr", "del", f"{host.address}/24", "dev", "eth0")
+        host.address = "127.231.0.77"
+        host.run("ip", "addr", "add", f"{host.address}/24", "dev", "eth0")
+        nsenter = on.agents[host.name].pid
+        agent = Path(f"/proc/{nsenter}/task/{nsenter}/children").read_text().split()[0]
+        os.kill(int(agent), signal.SIGKILL)
+        began = time.monotonic()
+        on.start(host, 0)
+        start = on.start_of(0)
+        took = time.monotonic() - began
+        records = Records(FileRegistry(on.registry, create=False))
+        endpoints = {one.start: one.main[0] for one in records.workers("actor")}
+        records.close()
+        return {"start": start, "took": took, "endpoints": endpoints, "after": on.actor[0].add("after")}
+
+
+def black_hole(directory: Path) -> dict[str, Any]:
+    """Drop packets above a size on the way to a rank: what is small passes, what is large does not."""
+    with scene(directory, 1, 1, restart="one") as on:
+        host = on.hosts.others[0]
+        actor = on.actor
+        assert actor[0].add("before") == 1
+        rule = ("INPUT", "-i", "eth0", "-m", "length", "--length", "1000:65535", "-j", "DROP")
+        host.run("iptables", "-A", *rule)
+        small = actor[0].add("small")
+        big = actor[0].mirror.options(deadline=3).submit("big", bytes(200_000))
+        error = big.exception(60)
+        status = on.bus.statuses(10)
+        host.run("iptables", "-D", *rule)
+        after = actor[0].add.options(deadline=60)("after")
+        return {
+            "small": small, "outcome": f"{error.outcome} {error.reason}", "error": str(error), "ctl": len(status),
+            "after": after, "effects": on.effects(), "start": on.start_of(0),
+        }  # fmt: skip
+
+
+def slow_link(directory: Path) -> dict[str, Any]:
+    """Send a large payload over one megabit per second, and ask on ``ctl`` meanwhile."""
+    with scene(directory, 1, 1, restart="one") as on:
+        host = on.hosts.others[0]
+        actor = on.actor
+        assert actor[0].add("before") == 1
+        command(*f"tc qdisc add dev {host.link} root tbf rate 1mbit burst 32k latency 400ms".split())
+        payload = bytes(range(256)) * 4096
+        began = time.monotonic()
+        big = actor[0].mirror.options(deadline=110).submit("big", payload)
+        answers = []
+        while not big.done():
+            asked = time.monotonic()
+            answers.append((len(on.bus.statuses(5)), time.monotonic() - asked))
+            time.sleep(0.5)  # asked now and then
+        took = time.monotonic() - began
+        return {
+            "whole": big.result(1) == payload, "took": took, "answers": answers, "effects": on.effects(),
+            "start": on.start_of(0),
+        }  # fmt: skip
+
+
+def ipv6_only(directory: Path) -> dict[str, Any]:
+    """Run on a host that has no IPv4 address and whose name nobody knows."""
+    command("hostname", "nowhere.invalid")
+    command("ip", "link", "set", "lo", "up")
+    command("ip", "addr", "del", "127.0.0.1/8", "dev", "lo")
+    config = Config()
+    scheduler = msgspec.structs.replace(config.scheduler, transport="tcp", bind="::1", startup_timeout=60.0)
+    config = msgspec.structs.replace(config, scheduler=scheduler)
+    role = Role(f"{HERE}/network_engines.py:Counting", replicas=2, args=[str(directory / "effects")])
+    with Controller.launch("net", {"actor": role}, trial="t", root=directory, config=config) as bus:
+        records = Records(FileRegistry(bus.trial.registry, create=False))
+        endpoints = [endpoint for one in records.workers("actor") for endpoint in (*one.main, *one.ctl)]
+        records.close()
+        return {"answers": bus.group("actor").add("x"), "endpoints": endpoints}
+
+
+SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    one.__name__: one for one in (replaced, healed, asymmetric, moves, black_hole, slow_link, ipv6_only)
+}
 
 
 def main(scenario: str, directory: Path) -> None:
