@@ -6,7 +6,7 @@ Of large traces only a part of the calls is taken, the same on both sides: told 
 from __future__ import annotations
 
 import hashlib
-import zlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -32,6 +32,8 @@ _BLOCK: Final = 4 << 20
 _MARK: Final = b'"call":'
 _UNKNOWN: Final = -(1 << 62)
 _HEX: Final = 16
+_MOST_BITS: Final = 8
+_PRINTABLE: Final = [c for c in range(33, 127) if c not in b'"\\']
 _MASK: Final = (1 << 63) - 1
 _SPREAD: Final = 0x9E3779B97F4A7C15
 
@@ -134,12 +136,17 @@ def read_pairs(sources: Sequence[Source], bases_us: Sequence[int]) -> Pairs:
     """
     total = sum(_size(source) for source in sources)
     enough = max(_LEAST_CALLS, _CALLS_PER_FILE * len(sources))
-    skip = 0
-    while total // _BYTES_PER_CALL >> skip > enough:
-        skip += 1
+    bits = 0
+    while bits < _MOST_BITS and total // _BYTES_PER_CALL >> bits > enough:
+        bits += 1
+    pairs = _read(sources, bases_us, _Chosen(bits))
+    return pairs if len(pairs) or not bits else _read(sources, bases_us, _Chosen(0))
+
+
+def _read(sources: Sequence[Source], bases_us: Sequence[int], chosen: _Chosen) -> Pairs:
     sides: tuple[list[Ints], list[Ints]] = [], []
     for number, (source, base_us) in enumerate(zip(sources, bases_us, strict=True)):
-        calls = _Calls((1 << skip) - 1)
+        calls = _Calls(chosen)
         for one in _files(source):
             calls.read(one, base_us)
         for side, found in zip(sides, (calls.callers, calls.workers), strict=True):
@@ -148,6 +155,23 @@ def read_pairs(sources: Sequence[Source], bases_us: Sequence[int]) -> Pairs:
                 times = np.array(list(found.values()), dtype=np.int64)
                 side.append(np.column_stack([keys, np.full(len(keys), number), times]))
     return _join(*(_once(np.concatenate(side)) if side else np.zeros((0, 4), dtype=np.int64) for side in sides))
+
+
+class _Chosen:
+    """Which calls are taken: those whose ids end in certain characters, one of 2 to the power of ``bits``.
+
+    Attributes:
+        named: Finds where a line names one of them.
+    """
+
+    def __init__(self, bits: int) -> None:
+        self._masks = [(1 << min(4, left)) - 1 for left in (bits, bits - 4) if left > 0]
+        ends = [b"[" + b"".join(re.escape(bytes([c])) for c in _PRINTABLE if not c & m) + b"]" for m in self._masks]
+        self.named = re.compile(rb'"call": ?"[^"\n]*' + b"".join(reversed(ends)) + b'"')
+
+    def __contains__(self, call: str) -> bool:
+        ends = call.encode("utf-8", "replace")[::-1]
+        return len(ends) >= len(self._masks) and all(not c & m for c, m in zip(ends, self._masks, strict=False))
 
 
 def _join(callers: Ints, workers: Ints) -> Pairs:
@@ -179,10 +203,10 @@ class _Calls:
     Of a call that is there twice, as after a retry, the widest times are kept: they are true of each try.
     """
 
-    def __init__(self, skip: int) -> None:
+    def __init__(self, chosen: _Chosen) -> None:
         self.callers: dict[int, list[int]] = {}
         self.workers: dict[int, list[int]] = {}
-        self._skip = skip
+        self._chosen = chosen
 
     def read(self, source: Source, base_us: int) -> None:
         """Take the calls of a file."""
@@ -209,19 +233,12 @@ class _Calls:
                 self._line(line, base_us)
 
     def _chosen_lines(self, data: bytes, end: int) -> Iterator[bytes]:
-        find, skip, crc = data.find, self._skip, zlib.crc32
-        at = find(_MARK, 0, end)
-        while at >= 0:
-            first = find(b'"', at + len(_MARK), end) + 1
-            last = find(b'"', first, end) if first else -1
-            if last < 0:
-                return
-            if crc(data[first:last]) & skip:
-                at = find(_MARK, last, end)
-                continue
-            begin, stop = data.rfind(b"\n", 0, at) + 1, find(b"\n", at)
-            yield data[begin:stop]
-            at = find(_MARK, stop, end)
+        stop = -1
+        for found in self._chosen.named.finditer(data, 0, end):
+            at = found.start()
+            if at > stop:  # else a line that names two
+                begin, stop = data.rfind(b"\n", 0, at) + 1, data.find(b"\n", at)
+                yield data[begin:stop]
 
     def _line(self, line: bytes, base_us: int) -> None:
         try:
@@ -240,7 +257,7 @@ class _Calls:
                     args = _decode_args(raw)
                 except BAD_JSON:
                     continue
-                if event.ts is not None and not zlib.crc32(args.call.encode()) & self._skip:
+                if event.ts is not None and args.call in self._chosen:
                     self._take(event.name, event.ts, event.dur or 0.0, args)
 
     def _take(self, name: str, ts: float, dur: float, args: _Args) -> None:
