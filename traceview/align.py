@@ -120,6 +120,11 @@ class Shift:
         found: Ints = ns + self.add_ns
         return found + self._line().offset(ns) if self.at_ns else found
 
+    def of_sibling(self, own: Anchor, other: Anchor) -> Shift:
+        """Return the shift of another file of the same clock; ``own`` is the anchor of the file this one is for."""
+        apart = other.epoch_mono_ns - own.epoch_mono_ns
+        return replace(self, add_ns=self.add_ns + apart, at_ns=tuple(at - apart for at in self.at_ns))
+
     def worst_us(self, first_ns: int, last_ns: int) -> float | None:
         """Return the error at most, in µs, between two times of the run as this shift made them; None: unknown."""
         if self.bound_ns is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -112,10 +112,14 @@ def match_clocks(heads: Sequence[Choice], problems: Problems, clocks: str = "clo
         problems: Told of clock doubts.
         clocks: As of ``choose``.
     """
-    anchors = [head.anchor for head in heads]
     pairs = _pairs(heads)
+    for number, first_ns in pairs.firsts().items() if pairs is not None else ():
+        head = heads[number]
+        head.anchor = replace(head.anchor, first_ns=min(head.anchor.first_ns, first_ns + head.base_us * 1000))
+    anchors = [head.anchor for head in heads]
     if clocks == "none":
-        shifts = [Shift(0, "none") for _ in heads]
+        lowest = min((anchor.first_ns for anchor in anchors), default=0)
+        shifts = [Shift(-min(0, lowest), "none") for _ in heads]
     elif clocks == "start":
         shifts = [Shift(-anchor.first_ns, "start") for anchor in anchors]
     elif clocks == "wall":

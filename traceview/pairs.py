@@ -87,6 +87,15 @@ class Pairs:
         both = np.unique(np.stack([self.caller, self.worker]), axis=1)
         return [(int(a), int(b)) for a, b in both.T]
 
+    def firsts(self) -> dict[int, int]:
+        """Return the earliest time of each file that has any."""
+        found: dict[int, int] = {}
+        for files, times in ((self.caller, self.sent), (self.worker, self.arrived)):
+            for number in np.unique(files).tolist():
+                first = int(times[files == number].min())
+                found[number] = min(first, found.get(number, first))
+        return found
+
     def limits(self, caller: int, worker: int, caller_ns: int, worker_ns: int) -> tuple[Limits, Limits]:
         """Return what the calls of one link say of the caller's clock minus the worker's, by either clock.
 

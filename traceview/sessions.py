@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import msgspec
 
-from traceview.align import Anchor, align, anchor_of
-from traceview.choose import read_heads
+from traceview.align import Anchor, Shift, align, anchor_of
+from traceview.choose import match_clocks, read_heads
 from traceview.event import BAD_JSON
 from traceview.problems import InputError, Problems
 from traceview.reader import Source, find_files, read_bytes
@@ -20,6 +20,7 @@ from traceview.steps import Steps, find_steps
 __all__ = ["Session", "SessionSummary", "read_sessions", "summarise"]
 
 _MAX_SESSIONS: Final = 1_000_000
+_FAR_S: Final = 4e9
 _decode = msgspec.json.Decoder().decode
 
 
@@ -87,14 +88,18 @@ def read_sessions(inputs: Collection[str], problems: Problems) -> list[Session]:
         traces = []
     records = [list(_records(source, problems)) for source in files]
     anchors = [_anchor(own) for own in records]
-    shifts = align([*(t.anchor for t in traces), *anchors])
-    for trace, shift in zip(traces, shifts, strict=False):
-        trace.shift = shift
+    match_clocks(traces, Problems())
+    alone = align([*(t.anchor for t in traces), *anchors])[len(traces) :]
+    known = {trace.anchor.clock: trace for trace in traces if trace.anchor.clock is not None}
+    shifts = []
+    for anchor, shift in zip(anchors, alone, strict=True):
+        trace = known.get(anchor.clock) if anchor.clock is not None else None
+        shifts.append(trace.shift.of_sibling(trace.anchor, anchor) if trace is not None else shift)
     steps = find_steps(traces) if traces else Steps({})
     found: list[Session] = []
-    for source, own, shift in zip(files, records, shifts[len(traces) :], strict=True):
+    for source, own, shift in zip(files, records, shifts, strict=True):
         for record in own:
-            session = _session(source, record, shift.add_ns / 1e9 if shift.how != "none" else 0.0)
+            session = _session(source, record, shift)
             if session is not None and len(found) < _MAX_SESSIONS:
                 end = session.finalized_s if session.finalized_s is not None else session.submit_s
                 session.step = steps.at(round(end * 1e9))
@@ -138,13 +143,15 @@ def _anchor(records: list[dict[str, Any]]) -> Anchor:
             if anchor is not None:
                 return anchor
     first = min((t for r in records if (t := _number(r.get("submit_ts"))) is not None), default=0.0)
-    return Anchor(round(min(max(first, 0.0), 4e9) * 1e9))
+    return Anchor(round(min(max(first, 0.0), _FAR_S) * 1e9))
 
 
-def _session(source: Source, record: dict[str, Any], add_s: float) -> Session | None:
+def _session(source: Source, record: dict[str, Any], shift: Shift) -> Session | None:
     submit = _number(record.get("submit_ts"))
     if submit is None:
         return None
+    at = round(min(max(submit, -_FAR_S), _FAR_S) * 1e9)
+    add_s = (shift.moved(at) - at) / 1e9 if shift.how != "none" else 0.0
     final = _number(record.get("finalized_ts"))
     end = final if final is not None else submit
     rank = record.get("rank")

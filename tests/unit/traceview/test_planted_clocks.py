@@ -9,6 +9,8 @@ import pytest
 
 from planted_run import Clock, Plan, Way, plant, planted_clocks
 from traceview.merge import MergeReport, merge
+from traceview.problems import Problems
+from traceview.sessions import read_sessions
 
 IDLE = Way()
 ASYMMETRIC = Way(there_us=40, back_us=5000)
@@ -192,3 +194,57 @@ def test_peers_that_call_one_another_are_matched_over_several_clocks(tmp_path):
     assert found["helper/0"][0] <= min(50.0, found["helper/0"][1])
     assert found["helper/0"][1] > found["actor/1"][1]
     assert [p.clock for p in report.processes] == ["reference", "rpc", "rpc", "rpc"]
+
+
+@pytest.mark.parametrize("clocks", ["clock", "none"])
+def test_no_time_is_negative_whatever_the_clocks_show(tmp_path, clocks):
+    """Clocks 5 s behind would put spans before 0: the whole run moves so that the first is at 0 (row 12)."""
+    behind = {rank: Clock(-5e6 - rank, 0.0, f"host {rank}") for rank in range(4)}
+    root = plant(tmp_path, Plan(clocks=behind, headers=False, steps=30))
+    report, spans = merged(root, clocks=clocks)
+    assert "negative_ts" not in report.problems
+    assert 0 <= min(e["ts"] for e in spans) < 1e6
+    assert len({e["pid"] for e in spans}) == 5
+
+
+def test_arrows_of_skewed_clocks_point_forward(tmp_path):
+    """Requests and replies of ranks 5 s off leave before they arrive, each joined with its own end (row 24)."""
+    root = plant(tmp_path, Plan(clocks=planted_clocks(8), headers=False, steps=40))
+    for path in (root / "traces").rglob("*.jsonl"):
+        lines = []
+        for text in path.read_text().splitlines():
+            event = json.loads(text)
+            lines.append(text)
+            if event["name"] in ("rpc.client", "rpc.server"):
+                phase = "s" if event["name"] == "rpc.client" else "f"
+                flow = {"name": "rpc", "cat": "flow", "ph": phase, "id": event["args"]["call"], "ts": event["ts"] + 1}
+                lines.append(json.dumps({**flow, "pid": 7, "tid": event["tid"], "bp": "e"}))
+        path.write_text("\n".join(lines) + "\n")
+    for clocks, forward in (("clock", True), ("none", False)):
+        report, spans = merged(root, clocks=clocks)
+        ends = {e["bind_id"]: e["ts"] for e in spans if e.get("flow_in")}
+        starts = {e["bind_id"]: e["ts"] for e in spans if e.get("flow_out")}
+        assert len(ends) == len(starts) == report.arrows["joined"] == 160
+        assert all(starts[bound] < ends[bound] for bound in ends) is forward
+
+
+def test_sessions_of_other_hosts_are_put_on_the_same_clock(tmp_path):
+    """The sessions of a rank 5 s off move as its spans do, by what its calls say; their lengths stay."""
+    clocks = planted_clocks(9, 2)
+    root = plant(tmp_path, Plan(ranks=2, clocks=clocks, steps=60, seed=9))
+    traces = root / "traces" / "actor"
+    meta = json.loads((traces / "traces_1.jsonl").read_text().splitlines()[0])["args"]
+    epoch_us = meta["epoch_mono_ns"] / 1000
+    records: list[dict] = [{"zbus_sessions": meta}]
+    for n in range(10):
+        true = 100_000.0 + n * 500_000
+        begin, end = ((clocks[1].of(at) - epoch_us) / 1e6 for at in (true, true + 30_000))
+        ids = {"task_id": n, "session_id": n, "rank": 1, "role": "actor", "status": "accepted"}
+        records.append({**ids, "submit_ts": begin, "finalized_ts": end, "phases": {}})
+    (traces / "sessions_1.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = read_sessions([str(root)], Problems())
+    report, spans = merged(root)
+    zero = next(e["ts"] - e["args"]["true_us"] for e in spans if e["pid"] == report.processes[0].pid)
+    for n, session in enumerate(found):
+        assert session.submit_s * 1e6 - zero == pytest.approx(100_000 + n * 500_000, abs=25)
+        assert session.total_s == pytest.approx(0.03, abs=1e-5)
