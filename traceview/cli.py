@@ -68,7 +68,7 @@ def main(context: click.Context, /, *, as_json: bool, version: bool, quiet: bool
 def _print_version(*, as_json: bool) -> None:
     from importlib.metadata import PackageNotFoundError, version
 
-    from traceview.part import FORMAT
+    from traceview.processes import FORMAT
 
     try:
         number = version("zbus-runtime")

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from traceview.align import Shift
+from traceview.ends import EndsFile
 from traceview.keep import Keep
 from traceview.output import OutputFile, Part, PartFile, temporary_fd
-from traceview.part import PartJob, PartReport, merge_part, report_dict, report_of
+from traceview.part import merge_part
+from traceview.part_report import PartJob, PartReport, ProcessReport
 from traceview.problems import OutputError, Problems, Warned
 from traceview.reader import Source
 
@@ -24,9 +26,15 @@ __all__ = ["Done", "run_parts"]
 
 @dataclass(slots=True)
 class Done:
-    """The parts in the order of the jobs: (report, descriptor of the part file, part)."""
+    """What all jobs made.
+
+    Attributes:
+        parts: In the order of the jobs: (report, descriptor of the part file, part).
+        ends: Descriptors of the files with the ends of arrows.
+    """
 
     parts: list[tuple[PartReport, int, Part]]
+    ends: list[int]
 
 
 @contextlib.contextmanager
@@ -54,10 +62,10 @@ def run_parts(
     fds: list[int] = []
     try:
         if workers <= 1:
-            fds.append(temporary_fd(out.directory))
-            yield Done(_run_here(jobs, form, out, problems, fds[0], on_progress))
+            fds += [temporary_fd(out.directory), temporary_fd(out.directory)]
+            yield Done(_run_here(jobs, form, out, problems, (fds[0], fds[1]), on_progress), fds[1:])
         else:
-            yield Done(_run_crew(jobs, form, out, problems, workers, fds, on_progress))
+            yield Done(_run_crew(jobs, form, out, problems, workers, fds, on_progress), fds[1::2])
     finally:
         for fd in fds:
             os.close(fd)
@@ -68,15 +76,17 @@ def _run_here(
     form: str,
     out: OutputFile,
     problems: Problems,
-    fd: int,
+    fds: tuple[int, int],
     on_progress: Callable[[int, int], None] | None,
 ) -> list[tuple[PartReport, int, Part]]:
     from traceview.merge import encoder_of
 
+    fd = fds[0]
     file = PartFile(fd, compress=out.compress, shown=out.shown)
+    ends = EndsFile(fds[1], out.shown)
     found = []
     for count, job in enumerate(jobs, 1):
-        report = merge_part(job, encoder_of(form), out.directory, problems, file.write)
+        report = merge_part(job, encoder_of(form), out.directory, problems, file.write, ends)
         found.append((report, fd, file.end_part()))
         if on_progress is not None:
             on_progress(count, len(jobs))
@@ -104,8 +114,9 @@ def _run_crew(
     running: list[tuple[subprocess.Popen[str], int]] = []
     try:
         for share in filter(None, shares):
-            fds.append(temporary_fd(out.directory))
-            running.append((_start(fds[-1], share, form, out), fds[-1]))
+            pair = temporary_fd(out.directory), temporary_fd(out.directory)
+            fds += pair
+            running.append((_start(pair, share, form, out), pair[0]))
         for process, fd in running:
             assert process.stdout is not None  # noqa: S101  # we asked for a pipe
             for line in process.stdout:
@@ -113,7 +124,7 @@ def _run_crew(
                 if "error" in told:
                     raise OutputError(told["error"], hint=told["hint"])
                 problems_of[told["number"]] = told["problems"]
-                found[told["number"]] = (report_of(told["report"]), fd, tuple(told["part"]))
+                found[told["number"]] = (_report_of(told["report"]), fd, tuple(told["part"]))
                 if on_progress is not None:
                     on_progress(len(found), len(jobs))
             if process.wait() != 0:
@@ -138,9 +149,9 @@ def _size(job: PartJob) -> int:
         return 0
 
 
-def _start(fd: int, share: list[PartJob], form: str, out: OutputFile) -> subprocess.Popen[str]:
+def _start(fds: tuple[int, int], share: list[PartJob], form: str, out: OutputFile) -> subprocess.Popen[str]:
     work = {
-        "fd": fd,
+        "fds": fds,
         "form": form,
         "compress": out.compress,
         "shown": out.shown,
@@ -153,7 +164,7 @@ def _start(fd: int, share: list[PartJob], form: str, out: OutputFile) -> subproc
         [sys.executable, "-m", "traceview.crew"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        pass_fds=[fd],
+        pass_fds=fds,
         text=True,
         env=env,
     )
@@ -181,6 +192,12 @@ def _job_of(found: dict[str, Any]) -> PartJob:
     return PartJob(source=Source(**source), shift=Shift(**shift), keep=Keep(**keep), **found)
 
 
+def _report_of(found: dict[str, Any]) -> PartReport:
+    processes = [ProcessReport(**process) for process in found.pop("processes")]
+    rows = [(pid, tid, name, order) for pid, tid, name, order in found.pop("rows")]
+    return PartReport(processes, rows, **found)
+
+
 def _tell(told: dict[str, Any], problems: Problems) -> None:
     """Add another process's problems to ours."""
     first = {(code, kind): text for code, kind, text in reversed(told["first"])}
@@ -201,13 +218,14 @@ def main() -> None:
 
     gc.disable()  # millions of small objects and no cycles
     work = json.load(sys.stdin)
-    file = PartFile(work["fd"], compress=work["compress"], shown=work["shown"])
+    file = PartFile(work["fds"][0], compress=work["compress"], shown=work["shown"])
+    ends = EndsFile(work["fds"][1], work["shown"])
     directory = Path(work["directory"])
     for found in work["jobs"]:
         problems = Problems()
         job = _job_of(found)
         try:
-            report = merge_part(job, encoder_of(work["form"]), directory, problems, file.write)
+            report = merge_part(job, encoder_of(work["form"]), directory, problems, file.write, ends)
             part = file.end_part()
         except OutputError as error:
             print(json.dumps({"error": error.message, "hint": error.hint}), flush=True)  # noqa: T201  # our protocol
@@ -215,7 +233,7 @@ def main() -> None:
         counts = [(code, kind, count) for (code, kind), count in problems.counts.items() if count]
         first = [_warned(warned) for warned in problems.first]
         told = {"counts": counts, "first": first}
-        answer = {"number": job.number, "report": report_dict(report), "part": part, "problems": told}
+        answer = {"number": job.number, "report": asdict(report), "part": part, "problems": told}
         print(json.dumps(answer), flush=True)  # noqa: T201  # our protocol
         del report, answer
         gc.collect()

@@ -23,12 +23,14 @@ __all__ = [
     "Event",
     "Repairer",
     "args_of",
+    "call_of",
     "decode_event",
     "decode_events",
     "decode_lines",
     "encode_args",
     "encode_event",
     "encode_events",
+    "encode_lines",
     "exact_float",
 ]
 
@@ -79,6 +81,10 @@ decode_events = msgspec.json.Decoder(list[Event]).decode
 
 encode_event = msgspec.json.Encoder().encode
 encode_events = encode_event
+
+encode_lines = msgspec.json.Encoder().encode_lines
+"""Encode events as lines, each with its newline."""
+
 _decode_any = msgspec.json.Decoder().decode
 
 
@@ -99,6 +105,19 @@ def args_of(event: Event) -> dict[str, Any]:
         except (ValueError, RecursionError):
             return {}
     return args if isinstance(args, dict) else {}
+
+
+def call_of(data: bytes) -> bytes:
+    """Return the text of ``call`` that encoded args name last, or an event with them; empty if none."""
+    for mark in _CALL_MARKS:
+        at = data.rfind(mark)
+        if at >= 0:
+            at += len(mark)
+            return data[at : data.find(b'"', at)]
+    return b""
+
+
+_CALL_MARKS: Final = (b'"call":"', b'"call": "')
 
 
 class Repairer:

@@ -35,17 +35,17 @@ class Keep:
         return self == Keep()
 
     def mask(
-        self, events: Sequence[Event], start: NDArray[np.int64], end: NDArray[np.int64], *, spans: bool
+        self, events: Sequence[Event], start: NDArray[np.int64], end: NDArray[np.int64], span: NDArray[np.bool_]
     ) -> NDArray[np.bool_]:
-        """Return which of the events to keep."""
+        """Return which of the events to keep; ``span`` tells which are spans."""
         kept = np.ones(len(events), dtype=bool)
         if self.since_ns is not None:
             kept &= end >= self.since_ns
         if self.until_ns is not None:
             kept &= start <= self.until_ns
-        if spans and self.min_dur_ns:
+        if self.min_dur_ns:
             bound = np.array([event.bind_id != "" for event in events], dtype=bool)
-            kept &= (end - start >= self.min_dur_ns) | bound
+            kept &= ~span | (end - start >= self.min_dur_ns) | bound
         if self.categories:
             wanted = self.categories
             kept &= np.array([event.ph == "C" or event.cat in wanted for event in events], dtype=bool)

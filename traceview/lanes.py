@@ -7,7 +7,7 @@ nest into one another, however their times fall.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Final
 
 __all__ = ["Lanes"]
@@ -45,6 +45,30 @@ class Lanes:
                 stack.append(end)
                 return home
         return self._find(start, end, track)
+
+    def place_all(
+        self, starts: Sequence[int], ends: Sequence[int], tracks: Sequence[Hashable], spans: Sequence[bool]
+    ) -> list[int]:
+        """Return the rows of events in order of time, as ``place`` gives them to spans and ``at`` to all others."""
+        rows: list[int] = []
+        add = rows.append
+        stacks, homes, find = self._stacks, self._home, self._find
+        for start, end, track, is_span in zip(starts, ends, tracks, spans, strict=True):
+            row = homes.get(track)
+            if row is None:
+                add(find(start, end, track) if is_span else 0)
+                continue
+            stack = stacks[row]
+            while stack and stack[-1] <= start:
+                stack.pop()
+            if not is_span:
+                add(row if stack else 0)
+            elif not stack or end <= stack[-1]:
+                stack.append(end)
+                add(row)
+            else:
+                add(find(start, end, track))
+        return rows
 
     def at(self, start: int, track: Hashable) -> int:
         """Return the row where ``track`` has a span open at ``start``, else row 0."""

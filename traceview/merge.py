@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import os
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from traceview.choose import Choice, choose, total_bytes
 from traceview.chrome import ChromeEncoder, chrome_end, chrome_head
 from traceview.crew import run_parts
+from traceview.encoder import Encoder
+from traceview.ends import count_joined
 from traceview.keep import Keep
 from traceview.leftovers import find_sources
 from traceview.output import OutputFile
-from traceview.part import FORMAT, Encoder, PartJob, PartReport, ProcessReport
+from traceview.part_report import PartJob, PartReport, ProcessReport
 from traceview.problems import InputError, Problems, Warned
+from traceview.processes import FORMAT
 from traceview.steps import step_windows
 
 __all__ = ["FORMAT", "MergeReport", "ProcessReport", "encoder_of", "merge", "output_format"]
@@ -44,7 +43,7 @@ class MergeReport:
         events: Events in it, without metadata.
         spans: Spans among them.
         lanes: Rows added because spans overlapped on one thread.
-        arrows: ``out`` and ``in`` ends, and how many ids had both (``joined``; None: too many to check).
+        arrows: ``out`` and ``in`` ends, and how many ids had both (``joined``).
         processes: Every process, in the viewer's order.
         problems: Damage and doubts, by kind.
         warnings: The first places of each kind, as (code, text).
@@ -58,7 +57,7 @@ class MergeReport:
     events: int = 0
     spans: int = 0
     lanes: int = 0
-    arrows: dict[str, int | None] = field(default_factory=dict)
+    arrows: dict[str, int] = field(default_factory=dict)
     processes: list[ProcessReport] = field(default_factory=list)
     problems: dict[str, int] = field(default_factory=dict)
     warnings: list[tuple[str, str]] = field(default_factory=list)
@@ -103,7 +102,7 @@ def merge(
     on_warning: Callable[[Warned], None] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     run_events: int = 60_000,
-    segment: int = 2_000_000,
+    segment: int = 1_000_000,
 ) -> MergeReport:
     """Merge the trace files behind ``inputs`` into one trace.
 
@@ -120,7 +119,7 @@ def merge(
         jobs: Processes to work with; None: as many as there are processors, if the input is large.
         on_warning: Told of the first problems of each kind, at once.
         on_progress: Told of files done and files in all.
-        run_events: Events held decoded in memory at most, by each process.
+        run_events: Encoded events held in memory at most, by each process.
         segment: Events of one file laid out at once at most.
 
     Raises:
@@ -142,7 +141,7 @@ def merge(
     with OutputFile(output) as out:
         with run_parts(parts, form, out, problems, workers, on_progress) as done:
             reports = [report for report, _, _ in done.parts]
-            _sum_up(report, reports, problems)
+            _sum_up(report, reports, problems, done.ends)
             out.write(_head(report, reports, form))
             for _, fd, part in done.parts:
                 out.add_part(fd, part)
@@ -175,7 +174,7 @@ def _workers(kept: list[Choice]) -> int:
     return max(1, min(len(os.sched_getaffinity(0)), len(kept), 8))
 
 
-def _sum_up(report: MergeReport, parts: list[PartReport], problems: Problems) -> None:
+def _sum_up(report: MergeReport, parts: list[PartReport], problems: Problems, ends: list[int]) -> None:
     names: Counter[str] = Counter()
     report.processes = [process for part in parts for process in part.processes]
     for process in report.processes:
@@ -187,20 +186,13 @@ def _sum_up(report: MergeReport, parts: list[PartReport], problems: Problems) ->
     report.spans = sum(part.spans for part in parts)
     report.lanes = sum(part.lanes for part in parts)
     out, into = sum(p.arrows[0] for p in parts), sum(p.arrows[1] for p in parts)
-    joined: int | None = None
-    if all(len(p.out_ends) >= p.arrows[0] and len(p.in_ends) >= p.arrows[1] for p in parts):
-        joined = len(np.intersect1d(_numbers([p.out_ends for p in parts]), _numbers([p.in_ends for p in parts])))
-    report.arrows = {"out": out, "in": into, "joined": joined}
+    report.arrows = {"out": out, "in": into, "joined": count_joined(ends, out + into)}
     if report.events > _BIG_EVENTS and report.format == "chrome":
         text = f"{report.events} events: viewers get slow; --steps, --min-dur or -o merged.pftrace help"
         problems.add("ZT0116", "large", text)
     report.problems = problems.by_kind()
     report.warnings = [(w.code, w.text) for w in problems.first]
     report.incomplete = problems.incomplete()
-
-
-def _numbers(ends: list[array[int]]) -> NDArray[np.uint64]:
-    return np.concatenate([np.frombuffer(one, dtype=np.uint64) for one in ends if one] or [np.zeros(0, np.uint64)])
 
 
 def _head(report: MergeReport, parts: list[PartReport], form: str) -> bytes:

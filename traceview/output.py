@@ -15,7 +15,7 @@ from typing import Final, Self
 
 from traceview.problems import OutputError
 
-__all__ = ["OutputFile", "Part", "PartFile", "temporary_fd"]
+__all__ = ["OutputFile", "Part", "PartFile", "temporary_fd", "write_all"]
 
 _COPY: Final = 1 << 20
 _LEVEL: Final = 1
@@ -42,7 +42,8 @@ def temporary_fd(directory: Path) -> int:
     return fd
 
 
-def _write_all(fd: int, data: bytes, shown: str) -> None:
+def write_all(fd: int, data: bytes, shown: str) -> None:
+    """Write all bytes to ``fd``; raises OutputError that names ``shown`` when the disk takes no more."""
     view = memoryview(data)
     try:
         while view:
@@ -78,14 +79,14 @@ class PartFile:
             self._crc = zlib.crc32(data, self._crc)
             self._size += len(data)
             data = self._squeeze.compress(data)
-        _write_all(self._fd, data, self._shown)
+        write_all(self._fd, data, self._shown)
         self._at += len(data)
 
     def end_part(self) -> Part:
         """End the current part and begin another."""
         if self._squeeze is not None:
             tail = self._squeeze.flush(zlib.Z_FULL_FLUSH)
-            _write_all(self._fd, tail, self._shown)
+            write_all(self._fd, tail, self._shown)
             self._at += len(tail)
         part = (self._begin, self._at - self._begin, self._crc, self._size)
         self._begin, self._squeeze, self._crc, self._size = self._at, self._new_squeeze(), 0, 0
@@ -168,7 +169,7 @@ class OutputFile:
             raise self._error(error) from error
 
     def _raw(self, data: bytes) -> None:
-        _write_all(self._fd, data, str(self._path))
+        write_all(self._fd, data, str(self._path))
         self.bytes += len(data)
 
     def _error(self, error: OSError) -> OutputError:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Final
 
 import msgspec
+import numpy as np
 
 from traceview.event import (
     BAD_JSON,
@@ -43,7 +44,7 @@ __all__ = [
     "source_identity",
 ]
 
-_CHUNK: Final = 1 << 20
+_CHUNK: Final = 1 << 17  # the events in it fit a processor's cache
 _BATCH: Final = 4096
 _MAX_LINE: Final = 16 << 20
 _WHOLE_DOCUMENT: Final = 32 << 20
@@ -59,6 +60,7 @@ _SPILL: Final = re.compile(r"\.spill(?=\.jsonl)")
 _LISTED: Final = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _NAMED: Final = (*_LISTED, ".json", ".json.gz", ".json.zst")
 _BLOCK_MARK: Final = b'"zbus_block"'
+_NEWLINE: Final = ord("\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +172,22 @@ class Blocks:
     """The blocks of a process that were read already: a sidecar's file and a spill may both hold one."""
 
     def __init__(self) -> None:
-        self.seen: set[tuple[str, int]] = set()
+        self.seen: set[tuple[str, str]] = set()
         self.doubled = 0
+
+    def are_new(self, events: list[Event]) -> bool:
+        """Return whether no block that begins among these events was read before; if so, all are noted."""
+        begun = [_block_of(event) for event in events if event.ph == "M" and event.name == "zbus_block"]
+        if len(set(begun)) < len(begun) or not self.seen.isdisjoint(begun):
+            return False
+        self.seen.update(begun)
+        return True
+
+
+def _block_of(event: Event) -> tuple[str, str]:
+    """Return (source, sequence number) of the block that a ``zbus_block`` event begins."""
+    args = args_of(event)
+    return str(args.get("source")), str(args.get("seq"))
 
 
 def read_batches(
@@ -350,14 +366,14 @@ def _lines(
 ) -> Iterator[list[Event]]:
     number = others = skip = 0
     for piece in pieces:
+        quick = None if skip or repairer.base_us else _quick(piece)
+        if quick is not None and ("M" not in quick[1] or blocks.are_new(quick[0])):
+            number += _count_lines(piece)
+            yield quick[0]
+            continue
         if skip or _BLOCK_MARK in piece:
             lines, skip = _first_only(piece, blocks, skip)
             piece = b"".join(lines)  # noqa: PLW2901  # the same piece without what was read before
-        quick = None if repairer.base_us else _quick(piece)
-        if quick is not None:
-            number += piece.count(b"\n")
-            yield quick
-            continue
         batch: list[Event] = []
         for line in piece.split(b"\n")[: -1 if piece.endswith(b"\n") else None]:
             number += 1
@@ -383,30 +399,35 @@ def _first_only(piece: bytes, blocks: Blocks, skip: int) -> tuple[list[bytes], i
             continue
         skip = 0
         if _BLOCK_MARK in line and (event := _fast(line)) is not None and event.name == "zbus_block":
-            args = args_of(event)
-            key = (str(args.get("source")), args.get("seq", -1))
-            if key in blocks.seen and isinstance(args.get("bytes"), int):
+            size = args_of(event).get("bytes")
+            key = _block_of(event)
+            if key in blocks.seen and isinstance(size, int):
                 blocks.doubled += 1
-                skip = args["bytes"]
+                skip = size
                 continue
             blocks.seen.add(key)
         kept.append(line)
     return kept, skip
 
 
-def _quick(piece: bytes) -> list[Event] | None:
-    """Return the events of a piece without any fault, or None: then each line needs a closer look."""
+def _quick(piece: bytes) -> tuple[list[Event], set[str]] | None:
+    """Return the events of a piece without any fault, and their phases; or None: then each line needs a closer look."""
     try:
         events = decode_lines(piece)
         if not piece.isascii():
             piece.decode()
     except BAD_JSON:
         return None
-    if not {event.ph for event in events} <= _FAST_PHASES:
+    phases = {event.ph for event in events}
+    if not phases <= _FAST_PHASES:
         return None
     if None in [event.ts for event in events] and any(event.ts is None and event.ph != "M" for event in events):
         return None
-    return events
+    return events, phases
+
+
+def _count_lines(piece: bytes) -> int:
+    return int(np.count_nonzero(np.frombuffer(piece, dtype=np.uint8) == _NEWLINE))
 
 
 _FAST_PHASES: Final = frozenset("XMCiIBEbenstf")

@@ -1,22 +1,25 @@
-"""The events of one file between reading and writing: in memory while they are few, else in an unnamed file."""
+"""The encoded events of one file between reading and writing: in memory while they are few, else in an unnamed file."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from traceview.event import Event, decode_events, encode_event
 from traceview.output import temporary_fd
 
 __all__ = ["Store"]
 
+_WINDOW: Final = 4 << 20
+"""Bytes that are read at once although not all of them are wanted."""
 _GAP: Final = 1 << 15
-"""Bytes that are read and thrown away rather than reading twice."""
+"""Bytes between two wanted events that are read and thrown away rather than reading twice."""
+
+Ints = NDArray[np.int64]
 
 
 class Store:
@@ -30,55 +33,48 @@ class Store:
     def __init__(self, directory: Path, limit: int) -> None:
         self._directory = directory
         self._limit = limit
-        self._events: list[Event] = []
+        self._count = 0
+        self._held: list[bytes] = []
+        self._whole: bytes | None = None
         self._fd = -1
-        self._sizes: list[NDArray[np.int64]] = []
-        self._offsets: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
-        self._spilled = 0
+        self._sizes: list[NDArray[np.int32]] = []
+        self._offsets: Ints = np.zeros(1, dtype=np.int64)
 
     def __len__(self) -> int:
-        return self._spilled + len(self._events)
+        return self._count
 
-    def extend(self, events: list[Event]) -> None:
-        """Take events; the list is not kept."""
-        self._events.extend(events)
-        if len(self._events) > self._limit:
+    def add(self, encoded: bytes, sizes: NDArray[np.int32]) -> None:
+        """Take events, one behind the other, with the size of each."""
+        self._count += len(sizes)
+        self._held.append(encoded)
+        self._sizes.append(sizes)
+        if self._count > self._limit:
             self._spill()
 
     def freeze(self) -> None:
-        """Call once between the last ``extend`` and the first ``get``."""
-        if self._fd >= 0:
-            self._spill()
-            self._offsets = np.concatenate([[0], np.cumsum(np.concatenate(self._sizes))])
-
-    def get(self, numbers: NDArray[np.int64]) -> list[Event]:
-        """Return the events with these numbers, to be changed at will."""
+        """Call once between the last ``add`` and the first ``get``."""
         if self._fd < 0:
-            events = self._events
-            return [events[n] for n in numbers.tolist()]
-        lines = self._lines(numbers)
-        return decode_events(b"[" + b",".join(lines) + b"]")
+            self._whole = b"".join(self._held)
+            self._held = []
+        self._offsets = np.zeros(self._count + 1, dtype=np.int64)
+        np.cumsum(np.concatenate(self._sizes) if self._sizes else [], out=self._offsets[1:])
+        self._sizes = []
 
-    def one(self, number: int) -> Event:
-        """Return one event, not to be changed."""
-        return self._events[number] if self._fd < 0 else self.get(np.array([number]))[0]
-
-    def args(self, number: int) -> bytes:
-        """Return the args of an event, encoded."""
-        return bytes(self.one(number).args)
-
-    def with_arrow(self, numbers: list[int]) -> set[int]:
-        """Return which of these events have an arrow of their own."""
-        found: set[int] = set()
-        for at in range(0, len(numbers), 4096):
-            some = numbers[at : at + 4096]
-            events = self.get(np.array(some, dtype=np.int64))
-            found.update(number for number, event in zip(some, events, strict=True) if event.bind_id != "")
-        return found
+    def get(self, numbers: Ints, before: int = 0, after: int = 0) -> list[bytes]:
+        """Return the events with these numbers, without so many bytes before and after each."""
+        begins, ends = self._offsets[numbers], self._offsets[numbers + 1]
+        if not len(numbers):
+            return []
+        if self._whole is not None:
+            return _cut(self._whole, begins + before, ends - after)
+        first, last = int(begins.min()), int(ends.max())
+        if last - first <= _WINDOW:
+            return _cut(_pread(self._fd, last - first, first), begins + (before - first), ends - (after + first))
+        return self._scattered(begins, ends, before, after)
 
     def close(self) -> None:
         """Release memory and file."""
-        self._events = []
+        self._held, self._whole = [], None
         self._sizes = []
         if self._fd >= 0:
             os.close(self._fd)
@@ -87,34 +83,30 @@ class Store:
     def _spill(self) -> None:
         if self._fd < 0:
             self._fd = temporary_fd(self._directory)
-        for at in range(0, len(self._events), 4096):
-            lines = list(map(encode_event, self._events[at : at + 4096]))
-            self._sizes.append(np.fromiter(map(len, lines), dtype=np.int64, count=len(lines)))
-            view = memoryview(b"".join(lines))
+        for encoded in self._held:
+            view = memoryview(encoded)
             while view:
                 view = view[os.write(self._fd, view) :]
-        self._spilled += len(self._events)
-        self._events = []
+        self._held = []
 
-    def _lines(self, numbers: NDArray[np.int64]) -> Sequence[bytes]:
-        """Return the encoded events, reading neighbours at once."""
-        order = np.argsort(numbers, kind="stable")
-        begins = self._offsets[numbers[order]].tolist()
-        ends = self._offsets[numbers[order] + 1].tolist()
-        lines = [b""] * len(begins)
-        first = 0
-        while first < len(begins):
-            last = first
-            while last + 1 < len(begins) and begins[last + 1] - ends[last] <= _GAP:
-                last += 1
-            base = begins[first]
-            data = _pread(self._fd, ends[last] - base, base)
-            for place, begin, end in zip(
-                order[first : last + 1].tolist(), begins[first : last + 1], ends[first : last + 1], strict=True
-            ):
-                lines[place] = data[begin - base : end - base]
-            first = last + 1
-        return lines
+    def _scattered(self, begins: Ints, ends: Ints, before: int, after: int) -> list[bytes]:
+        """Return events that lie far apart, reading neighbours at once."""
+        order = np.argsort(begins, kind="stable")
+        begins, ends = begins[order], ends[order]
+        breaks = np.flatnonzero(begins[1:] - ends[:-1] > _GAP) + 1
+        found: list[bytes] = []
+        bounds = [0, *breaks.tolist(), len(order)]
+        for first, last in pairwise(bounds):
+            base = int(begins[first])
+            data = _pread(self._fd, int(ends[last - 1]) - base, base)
+            found += _cut(data, begins[first:last] + (before - base), ends[first:last] - (after + base))
+        back = np.empty(len(order), dtype=np.int64)
+        back[order] = np.arange(len(order))
+        return [found[place] for place in back.tolist()]
+
+
+def _cut(data: bytes, begins: Ints, ends: Ints) -> list[bytes]:
+    return [data[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
 
 
 def _pread(fd: int, size: int, offset: int) -> bytes:
