@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import statistics
 import threading
 import time
 from collections import defaultdict
@@ -17,6 +16,7 @@ from typing import Final
 __all__ = ["Memory"]
 
 _MIB: Final = 1 << 20
+_ENOUGH: Final = 9
 
 
 class Memory:
@@ -46,18 +46,22 @@ class Memory:
         self._over.set()
         self._thread.join()
 
-    def ends(self) -> tuple[float, float]:
-        """Return the first and the last sample of this process, in MiB."""
-        own = self._samples["self"]
-        return round(own[0][1], 1), round(own[-1][1], 1)
+    def lows(self) -> tuple[float, float]:
+        """Return the lowest of the first and of the last third of this process's samples, in MiB.
+
+        The lowest, since a sample also sees the payloads that are under way just then.
+        """
+        own = [size for _, size in self._samples["self"]]
+        third = max(1, len(own) // 3)
+        return round(min(own[:third]), 1), round(min(own[-third:]), 1)
 
     def slopes(self) -> dict[str, float]:
-        """Return the growth of each process that was there all the time, in MiB per minute."""
+        """Return the growth of each process that was there all the time, in MiB per minute, between the two lows."""
         longest = max(map(len, self._samples.values()))
         return {
-            name: round(60.0 * statistics.linear_regression(*zip(*samples, strict=True)).slope, 2)
+            name: round(_slope(samples), 2)
             for name, samples in sorted(self._samples.items())
-            if len(samples) == longest > 2
+            if len(samples) == longest >= _ENOUGH
         }
 
     def _run(self) -> None:
@@ -72,6 +76,12 @@ class Memory:
         for name, pid in self._others():
             with contextlib.suppress(OSError):
                 self._samples[name].append((now, _rss_mib(pid)))
+
+
+def _slope(samples: list[tuple[float, float]]) -> float:
+    third = len(samples) // 3
+    (begin, low), (end, high) = (min(part, key=lambda one: one[1]) for part in (samples[:third], samples[-third:]))
+    return 60.0 * (high - low) / (end - begin)
 
 
 def _give_back() -> None:

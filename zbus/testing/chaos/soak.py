@@ -209,7 +209,7 @@ def _run(
             memory.stop()
             nemesis.stop()
             report.problems += [f"caller {name} hangs" for name in load.stop(_SETTLE_S)] + load.errors
-            report.rss_mb, report.rss_slopes = memory.ends(), memory.slopes()
+            report.rss_mb, report.rss_slopes = memory.lows(), memory.slopes()
             report.problems += nemesis.errors
             report.injected, report.kills = nemesis.injected, nemesis.kills
             report.messages = dict(proxy.counters)
