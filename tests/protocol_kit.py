@@ -42,8 +42,9 @@ INCARNATION = 2 << 48 | 99
 PEER = b"peer!"
 BODY = (b"body",)
 TIMING = Timing(
-    probe_first=100 * MS, probe_received=500 * MS, probe_max=2_000 * MS, cancel_grace=100 * MS, stop_grace=50 * MS
-)
+    probe_first=100 * MS, probe_received=500 * MS, probe_max=2_000 * MS, cancel_grace=100 * MS, stop_grace=50 * MS,
+    probe_least=None, jitter=0.0,
+)  # fmt: skip
 
 
 def caller(*, connected: bool = True, lane: str = "main", **options) -> CallerLane:

@@ -13,7 +13,8 @@ A *request* is one message that takes ``calls`` consecutive places (seqs) in the
 Rules, each with its promise in ``docs/explanation/delivery.md``:
 
 - A payload is transmitted again only after a reconnect, or when the callee says it has not seen it (NACK gap). Silence
-  is answered by a PROBE, which costs a header (P2: retransmission is never re-execution; the callee deduplicates).
+  is answered by a PROBE, which costs a header (P2: retransmission is never re-execution; the callee deduplicates). The
+  silence allowed follows the round trips measured, doubles from one PROBE to the next, and is jittered.
 - Every call gets exactly one ``Finish`` (P1). A late answer to a call that has its outcome only frees its place.
 - A request that starts together (``protocol.gang``) runs nowhere before ``release``. Until then it is settled here and
   at once, whatever happens: that no GO was sent, and none will be, is the proof. After it, GO is said again until the
@@ -112,7 +113,7 @@ class CallerLane(LaneAnswers):
         if request is None or request.together != HOLDS or not request.open_calls:
             return []
         request.together = RELEASED
-        request.probe_gap = self.timing.probe_first
+        request.probe_gap = self.patience
         self._set_probe(request, now + request.probe_gap)
         return [SendTo(self._header(Kind.GO, request))]
 

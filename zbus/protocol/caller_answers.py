@@ -165,13 +165,16 @@ class LaneAnswers(LaneSending):
         if request.remote != header.status:
             request.remote = header.status
             request.remote_since_ns = now
+        if request.asked_ns > 0:
+            self.round_trip(now - request.asked_ns)
+        request.asked_ns = 0
         request.probe_gap = self.timing.probe_received
         self._set_probe(request, now + request.probe_gap)
         if request.together and header.status == Status.POISED:
             if request.together == HOLDS and request.open_calls:
                 effects.append(Poised(self.lane, request.seq))
             elif request.together == RELEASED:
-                self._set_probe(request, now + self.timing.probe_first)  # said before GO came; or GO was lost
+                self._set_probe(request, now + self.patience)  # said before GO came; or GO was lost
         if request.give_up_ns != NEVER and header.status == Status.RUNNING and request.open_calls:
             # It was told; a method that asks will end in a moment, and its word is better than ours.
             request.told = True
@@ -199,13 +202,13 @@ class LaneAnswers(LaneSending):
         for request in self._order:
             if request.seq < callee_next or request.state is not RequestState.SENT or now < request.gap_until_ns:
                 continue
-            request.gap_until_ns = now + self.timing.probe_first
+            request.gap_until_ns = now + self.patience
             self._transmit(request, now, effects)
 
     def _retry_later(self, seq: int, now: int) -> None:
         request = self._find(seq)
         if request is not None:
-            self._set_probe(request, now + self.timing.probe_first)
+            self._set_probe(request, now + self.patience)
 
     def _on_chunk(self, header: Header, buffers: Buffers, now: int, effects: list[Effect]) -> None:
         request = self._find(header.seq)
@@ -238,6 +241,6 @@ class LaneAnswers(LaneSending):
     def _ask_for_chunks(self, request: Request, now: int, effects: list[Effect]) -> None:
         """Items are missing: ask for them, once, though every later item shows it."""
         if now >= request.gap_until_ns:
-            request.gap_until_ns = now + self.timing.probe_first
+            request.gap_until_ns = now + self.patience
             request.probe_gap = 0
             self._probe(request, now, effects)

@@ -30,14 +30,18 @@ class LaneSending:
         "_floor",
         "_incarnation",
         "_next_seq",
+        "_noise",
         "_order",
         "_requests",
+        "_rtt",
+        "_rtt_spread",
         "_session",
         "_waiting",
         "connected",
         "dead",
         "due_ns",
         "lane",
+        "patience",
         "probes",
         "retransmissions",
         "timing",
@@ -80,6 +84,9 @@ class LaneSending:
         self._order: deque[Request] = deque()
         self._waiting: deque[Request] = deque()
         self._bytes_out = 0
+        self._noise = int.from_bytes(session[:8], "big") ^ incarnation
+        self._rtt = self._rtt_spread = 0  # smoothed round trip and its deviation; 0: none was measured
+        self.patience = self.timing.probe_first  # silence after a transmission before the first PROBE
         self.due_ns = NEVER
         self.retransmissions = 0
         self.probes = 0
@@ -140,7 +147,7 @@ class LaneSending:
         request = Request(seq, calls, buffers, nbytes, due, header.trace, header.status == _STRICT)
         request.state = _SENT
         request.attempts = 1
-        request.probe_gap = gap = self.timing.probe_first
+        request.probe_gap = gap = self.patience
         request.probe_ns = now + gap
         self._next_seq = seq + calls
         self._bytes_out += nbytes
@@ -178,7 +185,8 @@ class LaneSending:
             self._bytes_out += request.nbytes
         request.state = RequestState.SENT
         request.remote = 0
-        request.probe_gap = self.timing.probe_first
+        request.probe_gap = self.patience
+        request.asked_ns = 0
         self._set_probe(request, now + request.probe_gap)
         if request.cancelled or request.give_up_ns != NEVER:
             request.skip = True
@@ -207,8 +215,26 @@ class LaneSending:
         effects.append(SendTo(self._header(kind, request)))
         if request.acked:
             effects.append(self._ack(request))
-        request.probe_gap = min(max(request.probe_gap * 2, self.timing.probe_first), self.timing.probe_max)
-        self._set_probe(request, now + request.probe_gap)
+        request.asked_ns = -1 if request.asked_ns else now
+        request.probe_gap = min(max(request.probe_gap * 2, self.patience), self.timing.probe_max)
+        self._set_probe(request, now + self._spread(request.probe_gap))
+
+    def _spread(self, gap: int) -> int:
+        """Stretch or shrink a pause by some of its jitter: the same for a lane and history, other for another lane."""
+        self._noise = (self._noise * 6364136223846793005 + 1442695040888963407) & 0xFFFFFFFFFFFFFFFF
+        return gap + int(gap * self.timing.jitter * ((self._noise >> 33) / (1 << 30) - 1))
+
+    def round_trip(self, took: int) -> None:
+        """Learn how long a question and its answer took; silence is asked about accordingly (as RFC 6298 has it)."""
+        if self.timing.probe_least is None or took < 0:
+            return
+        if self._rtt:
+            self._rtt_spread += (abs(took - self._rtt) - self._rtt_spread) // 4
+            self._rtt += (took - self._rtt) // 8
+        else:
+            self._rtt, self._rtt_spread = max(1, took), took // 2
+        wanted = max(self._rtt + 4 * self._rtt_spread, self.timing.probe_least)
+        self.patience = min(self._spread(wanted), self.timing.probe_max)
 
     def _acknowledge(self, request: Request, effects: list[Effect]) -> None:
         """Say that a large reply has come, so that the callee need not keep it until the next call.

@@ -18,14 +18,16 @@ class Timing:
     """When silence is asked about. All in nanoseconds.
 
     Attributes:
-        probe_first: Silence after a transmission before the first PROBE.
+        probe_first: Silence after a transmission before the first PROBE, while no round trip has been measured.
+        probe_least: The same at least, once some have been: four deviations beyond a round trip; None: ``probe_first``.
         probe_received: Silence after the callee said it has the request (it may run for hours).
         probe_max: Ceiling of the exponential back-off.
         cancel_grace: How long an expired call waits for the callee's word on whether it started.
         stop_grace: How long, of that, it waits for a running method that was told to stop.
+        jitter: Share by which a pause is stretched or shrunk at random, so that lanes do not ask all at once.
     """
 
-    __slots__ = ("cancel_grace", "probe_first", "probe_max", "probe_received", "stop_grace")
+    __slots__ = ("cancel_grace", "jitter", "probe_first", "probe_least", "probe_max", "probe_received", "stop_grace")
 
     def __init__(
         self,
@@ -35,12 +37,16 @@ class Timing:
         probe_max: int = 30_000 * MS,
         cancel_grace: int = 1_000 * MS,
         stop_grace: int = 200 * MS,
+        probe_least: int | None = 200 * MS,
+        jitter: float = 0.25,
     ) -> None:
         self.probe_first = probe_first
         self.probe_received = probe_received
         self.probe_max = probe_max
         self.cancel_grace = cancel_grace
         self.stop_grace = stop_grace
+        self.probe_least = probe_least
+        self.jitter = jitter
 
 
 class RequestState(enum.Enum):
@@ -73,6 +79,7 @@ class Request:
     attempts = 0
     probe_ns = NEVER
     probe_gap = 0
+    asked_ns = 0  # when the one PROBE that has no answer yet was sent; 0: there is none; -1: more than one
     told = False  # the callee said that it runs, after it was asked to stop it
     together = 0  # 0: starts when it arrives; else see HOLDS and RELEASED
 

@@ -105,6 +105,7 @@ class _Link:
         self.name = name
         # One address only: a DEALER deals round robin over several, which would tear the order of a lane.
         self.endpoint = endpoints[0]
+        self.took_ns = -1  # the last handshake, there and back
         self.machine = LinkMachine(client.clock.monotonic_ns(), jitter=random.random())  # noqa: S311  # no secret
         self.lanes: dict[str, _Lane] = {}
         self.channel = self._dial()
@@ -220,6 +221,9 @@ class _Link:
         asked, met = welcome.get("t_hello"), welcome.get("t")
         if type(asked) is int and type(met) is int and 0 < asked <= now:
             self.client.on_exchange(self.peer, (asked, met, met, now))
+            self.took_ns = now - asked
+            for lane in self.lanes.values():
+                lane.machine.round_trip(self.took_ns)
         if not again:
             for lane in self.lanes.values():
                 self.client.execute(lane, lane.machine.on_connected(int(cursors.get(lane.machine.lane, 0)), now))
@@ -717,6 +721,7 @@ class Client:
             if link.machine.state is LinkState.DEAD:
                 machine.on_dead(peer.reason, peer.evidence)
             elif link.machine.state is LinkState.READY:
+                machine.round_trip(link.took_ns)
                 machine.on_connected(0, self.clock.monotonic_ns())
         return lane
 

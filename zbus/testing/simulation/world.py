@@ -27,7 +27,13 @@ from zbus.testing.simulation.worker import SimWorker
 __all__ = ["World"]
 
 _TIMING: Final = Timing(
-    probe_first=60 * MS, probe_received=150 * MS, probe_max=500 * MS, cancel_grace=60 * MS, stop_grace=15 * MS
+    probe_first=60 * MS,
+    probe_received=150 * MS,
+    probe_max=500 * MS,
+    cancel_grace=60 * MS,
+    stop_grace=15 * MS,
+    probe_least=None,
+    jitter=0.0,
 )
 _HELLO_EVERY: Final = 120 * MS
 _QUIET: Final = 40 * MS
