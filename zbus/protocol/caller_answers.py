@@ -212,7 +212,7 @@ class LaneAnswers(LaneSending):
 
     def _on_chunk(self, header: Header, buffers: Buffers, now: int, effects: list[Effect]) -> None:
         request = self._find(header.seq)
-        if request is None or request.attempts == 0:
+        if request is None or request.attempts == 0 or request.calls > 1:  # a stream is alone in its request
             return
         request.state = RequestState.RECEIVED
         if header.floor == request.expected_chunk:
@@ -228,7 +228,7 @@ class LaneAnswers(LaneSending):
 
     def _on_end(self, header: Header, buffers: Buffers, now: int, effects: list[Effect]) -> None:
         request = self._find(header.seq)
-        if request is None or request.attempts == 0:
+        if request is None or request.attempts == 0 or request.calls > 1:
             return
         if header.floor != request.expected_chunk and request.open_calls:
             self._ask_for_chunks(request, now, effects)  # before the end counts

@@ -190,11 +190,13 @@ class Quirks:
         resend: A link, rename, create or unlink is done, its reply is lost, and the repeat is told EEXIST or ENOENT.
         stale: Whatever looks a path up (open, read, list, make a directory) reports ESTALE.
         absent_for: So many operations of this client a name stays "not found" after a lookup that missed it.
+        full: A write finds no space left: ENOSPC, with half of it written.
     """
 
     resend: float = 0.0
     stale: float = 0.0
     absent_for: int = 0
+    full: float = 0.0
 
 
 _ROOT: Final = Path("/simulated/registry")
@@ -264,6 +266,10 @@ class SimulatedFS:
         if self.rng.random() < self.quirks.stale:
             raise _error(errno.ESTALE)
 
+    def is_full(self) -> bool:
+        """Whether a write finds no space this time."""
+        return self.quirks.full > 0 and self.rng.random() < self.quirks.full
+
     def maybe_resent(self, code: int) -> None:
         """Report, after the work was done, what a repeated request is told."""
         if self.rng.random() < self.quirks.resend:
@@ -306,8 +312,11 @@ class SimulatedArea:
     def write(self, handle: int, data: bytes) -> None:
         """Append data."""
         self._fs.step()
-        self._open[handle].data += data
+        full = self._fs.is_full()
+        self._open[handle].data += data[: len(data) // 2] if full else data
         self._open[handle].synced = None
+        if full:
+            raise _error(errno.ENOSPC)
 
     def fsync(self, handle: int) -> None:
         """Make the data durable."""

@@ -13,6 +13,7 @@ from zbus.protocol.gang import Gang, Step
 from zbus.protocol.journal import JournalReport
 from zbus.protocol.liveness import LinkMachine, LinkState
 from zbus.protocol.messages import Buffers, Chunk, Effect, Finish, Header, Kind, Poised, SendTo, Status
+from zbus.testing.simulation.clocks import NodeClock
 from zbus.testing.simulation.ledger import Call, GangTruth, broken
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ _RANK: Final = {
     LinkState.SUSPECT: 3,
     LinkState.DEAD: 4,
 }
+_ROUNDING: Final = 1_000
+"""What a clock of another rate may show beyond the time asked for, twice."""
 _REFUSALS: Final = (Status.NO_SESSION, Status.FENCED_EPOCH, Status.FENCED_INCARNATION, Status.DRAINING)
 
 
@@ -67,7 +70,7 @@ class SimLink:
         self.name = name
         self.address = address
         world = controller.world
-        self.machine = LinkMachine(world.now, hello_every_ns=world.hello_every, jitter=world.seed % 7 / 7)
+        self.machine = LinkMachine(controller.now, hello_every_ns=world.hello_every, jitter=world.seed % 7 / 7)
         self.lanes: dict[str, SimLane] = {}
         self.connection: Connection | None = None
 
@@ -75,14 +78,14 @@ class SimLink:
         """As the client's link."""
         if self.machine.state is LinkState.DEAD:
             return
-        now = self.controller.world.now
+        now = self.controller.now
         self.machine.link_up(now)
         self.say_hello(now)
         self.peer.refresh()
 
     def on_link_down(self, why: str) -> None:
         """As the client's link."""
-        self.machine.link_down(self.controller.world.now, why)
+        self.machine.link_down(self.controller.now, why)
         self.controller.note_due(self.machine.redial_due)
         for lane in self.lanes.values():
             lane.machine.on_disconnected()
@@ -133,13 +136,17 @@ class SimLink:
             if lane is None or header.incarnation != self.peer.incarnation:
                 controller.world.covered["foreign lane"] += 1
                 return
-            controller.run(lane, lane.machine.receive(header, buffers, controller.world.now))
+            controller.run(lane, lane.machine.receive(header, buffers, controller.now))
 
     def _on_welcome(self, buffers: Buffers) -> None:
-        now = self.controller.world.now
+        now = self.controller.now
+        try:
+            cursors = self.controller.world.cursors(buffers)
+        except Exception:  # as the client: anything but a well-formed WELCOME is junk  # noqa: BLE001
+            self.controller.world.covered["bad welcome"] += 1
+            return
         again = not self.machine.welcomed(now)
         if not again:
-            cursors = self.controller.world.cursors(buffers)
             for lane in self.lanes.values():
                 self.controller.run(lane, lane.machine.on_connected(cursors.get(lane.machine.lane, 0), now))
         self.peer.refresh()
@@ -150,11 +157,11 @@ class SimLink:
         if header.status == Status.NO_SESSION:
             if not self.machine.up:  # said on a connection that is gone
                 return
-            self.machine.link_down(world.now, "the worker no longer knows this session")
-            self.machine.link_up(world.now)
+            self.machine.link_down(self.controller.now, "the worker no longer knows this session")
+            self.machine.link_up(self.controller.now)
             for lane in self.lanes.values():
                 lane.machine.on_disconnected()
-            self.say_hello(world.now)
+            self.say_hello(self.controller.now)
             self.peer.refresh()
             return
         self.controller.declare_dead(self.peer, reason="fenced", evidence="it refused the session")
@@ -190,7 +197,8 @@ class SimController:
     """One session with its peers."""
 
     __slots__ = (
-        "_due", "alive", "crash_in", "epoch", "gangs", "paused_until", "peers", "session", "was_paused", "world"
+        "_due", "alive", "busy_until", "clock", "crash_in", "epoch", "gangs", "pace", "paused_until", "peers",
+        "session", "was_paused", "world",
     )  # fmt: skip
 
     def __init__(self, world: World, number: int, epoch: int) -> None:
@@ -204,6 +212,14 @@ class SimController:
         self._due = _NEVER
         self.crash_in = -1  # it dies at its so many-th message from now
         self.gangs: list[tuple[GangTruth, list[SimPeer]]] = []
+        self.clock = NodeClock()
+        self.pace = self.busy_until = 0
+        world.set_up_node(self)
+
+    @property
+    def now(self) -> int:
+        """What this process's clock shows."""
+        return self.clock.read(self.world.now)
 
     def __repr__(self) -> str:
         return f"controller {self.session[-1]} (epoch {self.epoch})"
@@ -231,7 +247,7 @@ class SimController:
             if peer.state is not LinkState.READY:
                 return None
         world = self.world
-        now = world.now
+        now = self.now
         placed = []
         together = together and len(members) > 1
         gang = self._gang(members, lane_name, deadline) if together else None
@@ -267,7 +283,7 @@ class SimController:
                 self.world.ledger.calls[peer.incarnation, self.session, lane_name, seq + index].cancelled = True
         for peer, seq in placed:
             lane = self._lane(peer, lane_name)
-            self.run(lane, lane.machine.cancel(seq, self.world.now))
+            self.run(lane, lane.machine.cancel(seq, self.now))
 
     def consumed(self, lane: SimLane, seq: int, upto: int) -> None:
         """Give stream credit, as the client does."""
@@ -276,7 +292,7 @@ class SimController:
 
     def declare_dead(self, peer: SimPeer, reason: str, evidence: str, journal: JournalReport | None = None) -> None:
         """Settle a peer, as the client does."""
-        now = self.world.now
+        now = self.now
         for link in peer.links.values():
             if link.machine.dead(now, reason, evidence):
                 for lane in link.lanes.values():
@@ -322,7 +338,7 @@ class SimController:
         self.world.covered["lost"] += 1
         for link in peer.links.values():
             for lane in link.lanes.values():
-                self.run(lane, lane.machine.give_up(reason, evidence, self.world.now))
+                self.run(lane, lane.machine.give_up(reason, evidence, self.now))
         peer.lost = True
         peer.refresh()
 
@@ -348,7 +364,7 @@ class SimController:
                 self._chunk(lane, effect)  # type: ignore[arg-type]
             elif kind is Poised and effect.seq in lane.gangs:  # type: ignore[union-attr]
                 gang, member = lane.gangs[effect.seq]  # type: ignore[union-attr]
-                self._take(gang, gang.machine.poised(member, world.now))
+                self._take(gang, gang.machine.poised(member, self.now))
         lane.machine.validate()
         self.note_due(lane.machine.due_ns)
         if world.story is not None:
@@ -360,18 +376,23 @@ class SimController:
         """Have ``tick`` called in time."""
         if due < self._due:
             self._due = due
-            self.world.at(due, self.tick, due)
+            self.world.at(max(self.world.now, self.clock.when(due)), self.tick, due)
+
+    def look_soon(self) -> None:
+        """Look at the timers now: the clock has jumped."""
+        self._due = _NEVER
+        self.note_due(self.now)
 
     def tick(self, due: int) -> None:
         """As the client's ticker."""
         if due != self._due or not self.alive:
             return
         world = self.world
-        now = world.now
-        if self.paused_until > now:
-            self._due = self.paused_until
-            world.at(self.paused_until, self.tick, self.paused_until)
+        if self.paused_until > world.now:
+            self._due = self.clock.read(self.paused_until)
+            world.at(self.paused_until, self.tick, self._due)
             return
+        now = self.now
         self._due = _NEVER
         next_due = _NEVER
         for peer in self.peers:
@@ -390,13 +411,18 @@ class SimController:
     def settled(self) -> bool:
         """Whether every lane to a living peer has all its places back."""
         for peer in self.peers:
-            if peer.state is LinkState.DEAD:
+            if peer.state is LinkState.DEAD or peer.incarnation in self.world.ledger.liars:
                 continue
             for link in peer.links.values():
                 for lane in link.lanes.values():
-                    if lane.machine.outstanding:
+                    if lane.machine.outstanding and not self._waits_for_a_liar(lane):
                         return False
         return True
+
+    def _waits_for_a_liar(self, lane: SimLane) -> bool:
+        """Whether what is open may wait for a member of its gang that lies."""
+        liars = self.world.ledger.liars
+        return bool(liars) and any(peer.incarnation in liars for _, members in self.gangs for peer in members)
 
     def _lane(self, peer: SimPeer, name: str) -> SimLane:
         link = peer.links.get("ctl" if name == "ctl" else "main") or peer.links["main"]
@@ -409,7 +435,7 @@ class SimController:
             )  # fmt: skip
             lane = link.lanes[name] = SimLane(machine, link)
             if link.machine.state is LinkState.READY:
-                machine.on_connected(0, self.world.now)
+                machine.on_connected(0, self.now)
         return lane
 
     def _finish(self, lane: SimLane, effect: Finish) -> None:
@@ -418,12 +444,12 @@ class SimController:
         call = lane.calls.pop(effect.seq, None)
         if call is None:
             broken("I1", f"{lane.machine.lane}/{effect.seq} gets {effect.outcome} after its outcome")
-        grace = None if self.was_paused else self.world.timing.cancel_grace
-        self.world.ledger.finished(call, effect.outcome, self.world.now, grace=grace)
+        grace = None if self.was_paused else self.world.timing.cancel_grace + _ROUNDING
+        self.world.ledger.finished(call, effect.outcome, self.now, grace=grace)
         found = lane.gangs.get(call.key[3] - call.index)
         if found is not None:
             gang, member = found
-            self._take(gang, gang.machine.ended(member, effect.outcome, self.world.now))
+            self._take(gang, gang.machine.ended(member, effect.outcome, self.now))
 
     def _gang(self, members: list[SimPeer], lane_name: str, deadline: int | None) -> SimGang:
         """As the client: make the next request of each member's lane start together."""
@@ -438,7 +464,7 @@ class SimController:
 
     def _take(self, gang: SimGang, steps: list[Step]) -> None:
         if gang.machine.released and gang.truth.gone is None:
-            gang.truth.gone = self.world.now
+            gang.truth.gone = self.now
             self.world.covered["gang", "released"] += 1
         for member, effects in steps:
             self.run(gang.lanes[member], effects)

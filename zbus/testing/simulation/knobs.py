@@ -62,6 +62,16 @@ class Knobs:
         cooperative: Running calls end when they are cancelled.
         unreplaced: Share of leases that run out and no replacement starts; else one does.
         holds: Workers that start nothing for a while, because they may have been replaced.
+        adaptive: Callers ask about silence by the round trips they measured, jittered.
+        fills: Connections whose queue of outgoing messages is full for a while (HWM).
+        pace: Longest time that some processes take for each message.
+        wrong_clocks: Each process's clock goes at a rate between 0.5 and 2.
+        clock_jumps: Clocks that jump forward.
+        moves: Share of deaths with which the host is lost too: no crash journal can be read.
+        crash_marks: Workers killed between a call's start or end and its mark in the crash journal.
+        lies: Share of one worker's messages that are made up.
+        keep_bytes: Bytes of large replies that a worker keeps in memory.
+        shelf_room: Share of further ones that its shelf has room for.
         garbled: Share of lost connections, and of handshakes by half, after which the transport does not try again.
         tracing: Workers trace through a sidecar; the rest is about that, see ``tracing``.
         trace_period: Flush period.
@@ -122,6 +132,16 @@ class Knobs:
     garbled: float
     unreplaced: float
     holds: int
+    adaptive: bool = False
+    fills: int = 0
+    pace: int = 0
+    wrong_clocks: bool = False
+    clock_jumps: int = 0
+    moves: float = 0.0
+    crash_marks: int = 0
+    lies: float = 0.0
+    keep_bytes: int = 1 << 40
+    shelf_room: float = 1.0
     tracing: bool = False
     trace_period: int = 40 * MS
     trace_blocks: int = 4
@@ -155,6 +175,12 @@ class Knobs:
             or self.garbled
             or self.holds
             or self.trace_kill_effects
+            or self.fills
+            or self.pace
+            or self.wrong_clocks
+            or self.clock_jumps
+            or self.crash_marks
+            or self.lies
             or self.callee_window < self.window_calls
         )
 
@@ -166,7 +192,13 @@ _REQUESTS: Final = {"small": 3, "large": 40, "trace": 1}
 
 
 def draw(
-    rng: Random, later: Random, latest: Random, size: str = "small", *, tracing: dict[str, Any] | None = None
+    rng: Random,
+    later: Random,
+    latest: Random,
+    size: str = "small",
+    *,
+    tracing: dict[str, Any] | None = None,
+    rough: dict[str, Any] | None = None,
 ) -> Knobs:
     """Draw the knobs of one run.
 
@@ -177,6 +209,7 @@ def draw(
         size: ``small`` (a few calls, for millions of schedules), ``large`` (deep histories), or ``trace`` (as small,
             with one call: for the traces).
         tracing: What ``trace_knobs`` draws.
+        rough: What ``rough`` draws; not used in a calm run.
     """
     r = rng.random
     large = size == "large"
@@ -237,4 +270,5 @@ def draw(
         unreplaced=newest() if newest() < 0.4 else 0.0,
         holds=1 + int(newest() * 2) if not calm and newest() < 0.12 else 0,
         **(tracing or {}),
+        **({} if calm else rough or {}),
     )

@@ -51,8 +51,8 @@ class Call:
     """One placed call, what happened to it, and what its caller was told."""
 
     __slots__ = (
-        "batch", "cancelled", "chunks", "deadline", "ended", "gang", "held", "index", "key", "outcome", "placed",
-        "result", "said", "size", "started", "stream", "strict", "token",
+        "batch", "cancelled", "chunks", "deadline", "ended", "gang", "held", "index", "key", "marked", "outcome",
+        "placed", "result", "said", "size", "started", "stream", "strict", "token",
     )  # fmt: skip
 
     def __init__(
@@ -77,6 +77,7 @@ class Call:
         self.cancelled = False
         self.gang: GangTruth | None = None
         self.held = False
+        self.marked = False  # the crash journal was told that it starts
 
     def __repr__(self) -> str:
         incarnation, session, lane, seq = self.key
@@ -89,12 +90,36 @@ class Ledger:
     Args:
         covered: Counters to add to.
         exact: Whether crash journals tell of each call whether it started.
+        evicts: Whether workers may be unable to keep a large reply.
+        concurrency: How many requests each lane runs at once.
+
+    Attributes:
+        liars: Incarnations that make up what they say: only that callers bear it is checked of their calls.
+        unread: Incarnations whose crash journal was lost with their host.
     """
 
-    __slots__ = ("_last_started", "calls", "covered", "exact", "open")
+    __slots__ = (
+        "_began",
+        "_last_started",
+        "calls",
+        "concurrency",
+        "covered",
+        "evicts",
+        "exact",
+        "liars",
+        "open",
+        "unread",
+    )
 
-    def __init__(self, covered: dict[object, int], *, exact: bool) -> None:
+    def __init__(
+        self, covered: dict[object, int], *, exact: bool, evicts: bool, concurrency: Mapping[str, int]
+    ) -> None:
         self.exact = exact
+        self.evicts = evicts
+        self.concurrency = concurrency
+        self.liars: set[int] = set()
+        self.unread: set[int] = set()
+        self._began: dict[tuple[int, bytes, str], int] = {}
         self.calls: dict[tuple[int, bytes, str, int], Call] = {}
         self.open = 0
         self.covered = covered
@@ -128,10 +153,9 @@ class Ledger:
         """Note that a worker holds a call that starts together, and says so."""
         self.calls[incarnation, session, lane, seq].held = True
 
-    @staticmethod
-    def _check_gang(call: Call, gang: GangTruth) -> None:
+    def _check_gang(self, call: Call, gang: GangTruth) -> None:
         """Check that a call which is to run was held by all its members, and released in time."""
-        if not all(member[0].held for member in gang.members):
+        if not all(member[0].held or member[0].key[0] in self.liars for member in gang.members):
             broken("P4", f"{call!r} is to start together, and not every member holds it")
         if gang.gone is None:
             broken("P4", f"{call!r} is to start together, and its caller said no GO")
@@ -171,7 +195,7 @@ class Ledger:
         call.started += 1
         if call.started > 1:
             broken("I2", f"{call!r} starts a second time")
-        if call.outcome is not None and call.outcome.kind in _PROVED:
+        if call.outcome is not None and call.outcome.kind in _PROVED and call.key[0] not in self.liars:
             broken("I5", f"{call!r} starts after {call.outcome.kind.value} was said")
         if 0 < epoch < highest:
             broken("I7", f"{call!r} starts for epoch {epoch}, {highest} was welcomed")
@@ -198,7 +222,7 @@ class Ledger:
         """Note an item delivered to the user."""
         if number != call.chunks:
             broken("I4", f"{call!r} delivers item {number}, expected {call.chunks}")
-        if bytes(buffers[0]) != b"%s#%d" % (call.token, number):
+        if call.key[0] not in self.liars and bytes(buffers[0]) != b"%s#%d" % (call.token, number):
             broken("I4", f"{call!r} delivers {bytes(buffers[0])!r} as item {number}")
         if call.outcome is not None:
             broken("I1", f"{call!r} delivers an item after its outcome")
@@ -221,6 +245,8 @@ class Ledger:
         self.covered["outcome", kind.value, outcome.reason] += 1
         if call.deadline is not None and grace is not None and now > call.deadline + grace:
             broken("I1", f"{call!r} has its outcome {(now - call.deadline) / 1e6:.1f} ms after its deadline")
+        if call.key[0] in self.liars:
+            return
         if kind in _PROVED:
             if call.started:
                 broken("I5", f"{call!r} is told {kind.value} ({outcome.reason}), but it started")
@@ -242,10 +268,22 @@ class Ledger:
                 broken("I4", f"{call!r} is told OK after {call.chunks} of {call.said} items")
 
     def _check_unknown(self, call: Call, outcome: Outcome, now: int) -> None:
+        if outcome.reason == "evicted" and self.evicts:
+            if not call.ended or not outcome.evidence.startswith("executed"):
+                broken("I6", f"{call!r} is told that it was executed, and it has not ended")
+            return
         if outcome.reason not in _CAUSES or not outcome.evidence:
             broken("I6", f"{call!r} is told UNKNOWN ({outcome.reason!r}, {outcome.evidence!r})")
-        if outcome.reason == "worker_exit" and self.exact and not call.started and call.key[2] != "ctl":
-            broken("I6", f"{call!r} is told UNKNOWN ({outcome.evidence}); the journal knows that it never started")
+        incarnation, session, lane, _ = call.key
+        if outcome.reason == "worker_exit" and self.exact and lane != "ctl" and incarnation not in self.unread:
+            if not call.started and not call.marked:
+                broken("I6", f"{call!r} is told UNKNOWN ({outcome.evidence}); the journal knows that it never started")
+            if "executed, reply lost" in outcome.evidence and not call.ended:
+                broken("I6", f"{call!r} is told that it was executed, and it has not ended")
+            if "began, no end" in outcome.evidence:
+                began = self._began[incarnation, session, lane] = self._began.get((incarnation, session, lane), 0) + 1
+                if began > self.concurrency[lane]:
+                    broken("I6", f"{call!r} is told that it began: the {began}. of {lane}, which runs fewer at once")
         if outcome.reason == "deadline" and (call.deadline is None or now < call.deadline):
             broken("I6", f"{call!r} is told UNKNOWN(deadline) before its deadline")
 
@@ -257,6 +295,8 @@ class Ledger:
             orphans: What it keeps.
             superseded: Sessions of lower epochs that it knew and that did not say BYE.
         """
+        if incarnation in self.liars:
+            return
         kept = set()
         for orphan in orphans:
             for header, buffers in orphan.replies:
@@ -264,7 +304,11 @@ class Ledger:
                 call = self.calls[key]
                 kept.add(key)
                 self.covered["orphan"] += 1
-                ran = header.kind in (Kind.RESULT, Kind.END) or header.status in (Status.APP_ERROR, Status.STOPPED)
+                ran = header.kind in (Kind.RESULT, Kind.END) or header.status in (
+                    Status.APP_ERROR, Status.STOPPED, Status.NOT_KEPT
+                )  # fmt: skip
+                if header.status == Status.NOT_KEPT and self.evicts and call.ended:
+                    continue
                 if ran != bool(call.ended) or (call.result and call.result[1] != bytes(buffers[0])):
                     broken("P8", f"{call!r} is kept as {header}, it ended with {call.result}")
         for key, call in self.calls.items():
@@ -273,10 +317,19 @@ class Ledger:
             if call.ended and call.outcome is None and key not in kept:
                 broken("P8", f"{call!r} ended, its controller died without the outcome, and it is not kept")
 
+    def excused(self, call: Call) -> bool:
+        """Whether a call may stay without an outcome: it has no deadline, and a worker lies.
+
+        What starts together with it, and whatever stands behind that on other workers, waits as long.
+        """
+        return call.deadline is None and bool(self.liars)
+
     def check_end(self, alive: Mapping[bytes, bool]) -> None:
         """Check what must hold when everything is quiet; ``alive`` tells which sessions' callers live."""
         for call in self.calls.values():
-            if call.outcome is None and alive[call.key[1]]:
+            if call.outcome is None and alive[call.key[1]] and not self.excused(call):
                 broken("I1", f"{call!r} never got an outcome; it started {call.started} times")
+            if call.key[0] in self.liars:
+                continue
             if call.outcome is not None and call.outcome.kind in _PROVED and call.started:
                 broken("I5", f"{call!r} was told {call.outcome.kind.value}, but it started")

@@ -15,12 +15,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from zbus.protocol.callee import Callee, RunState
+from zbus.protocol.callee_state import Kept
 from zbus.protocol.caller import CallerLane
 from zbus.protocol.gang import Gang, Step
+from zbus.protocol.journal import LaneHistory, LaneRing
 from zbus.protocol.liveness import LinkMachine
-from zbus.protocol.messages import Finish, Kind, Outcome, OutcomeKind, SendTo, Status
-from zbus.registry import FileRegistry
+from zbus.protocol.messages import Chunk, Finish, Kind, Outcome, OutcomeKind, SendTo, Status
+from zbus.registry import FileRegistry, lease
+from zbus.registry.lease import LeaseObserver, LeaseState
 from zbus.testing.simulation.ledger import Ledger
+from zbus.testing.simulation.rough import SimShelf
 from zbus.testing.simulation.runner import Failure, Report, run_seeds
 
 __all__ = ["MUTANTS", "Mutant", "Patch", "Verdict", "applied", "run_mutant", "run_mutants"]
@@ -62,12 +66,14 @@ class Mutant:
         doc: What is wrong.
         apply: Puts it in.
         rules: Which rules may notice it.
+        registry: Only claims and leases can notice it.
     """
 
     name: str
     doc: str
     apply: Callable[[Patch], None]
     rules: tuple[str, ...]
+    registry: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +94,12 @@ class Verdict:
 MUTANTS: Final[dict[str, Mutant]] = {}
 
 
-def mutant(*rules: str) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
+def mutant(*rules: str, registry: bool = False) -> Callable[[Callable[[Patch], None]], Callable[[Patch], None]]:
     """Register a function that breaks a machine, and the rules that may notice."""
 
     def register(function: Callable[[Patch], None]) -> Callable[[Patch], None]:
-        MUTANTS[function.__name__] = Mutant(function.__name__, (function.__doc__ or "").strip(), function, rules)
+        doc = (function.__doc__ or "").strip()
+        MUTANTS[function.__name__] = Mutant(function.__name__, doc, function, rules, registry)
         return function
 
     return register
@@ -116,9 +123,9 @@ def run_mutant(name: str, *, limit: int = LIMIT) -> Verdict:
         if "I12" in found.rules:
             report = run_seeds(range(limit // 4), "trace")
             return _verdict(found, report, report.runs)
-        report = run_seeds(range(0 if found.rules == ("I8",) else limit))
+        report = run_seeds(range(0 if found.registry else limit))
         runs = report.runs
-        if not report.failures and found.rules != ("I8",):  # which the registry alone can break
+        if not report.failures and not found.registry:
             report = run_seeds(range(limit // 20), "large")
             runs += report.runs
         if not report.failures:
@@ -553,7 +560,7 @@ def overtaken_while_poised(patch: Patch) -> None:
             lane.poised = poised
 
 
-@mutant("I8")
+@mutant("I8", registry=True)
 def a_claim_looks_then_renames(patch: Patch) -> None:
     """A claim replaces what another client wrote meanwhile."""
 
@@ -564,7 +571,7 @@ def a_claim_looks_then_renames(patch: Patch) -> None:
     patch.setattr(FileRegistry, "_link", link)
 
 
-@mutant("I8")
+@mutant("I8", registry=True)
 def a_claim_judged_by_the_reply_of_link(patch: Patch) -> None:
     """Told EEXIST by a repeated link, the winner calls itself a loser."""
 
@@ -615,3 +622,127 @@ def holding_off_is_forgotten(patch: Patch) -> None:
         held, self.held_off = self.held_off, False
         original(self, session_id, session, lane, now, effects)
         self.held_off = held
+
+
+@mutant("I5")
+def not_kept_taken_for_not_run(patch: Patch) -> None:
+    """That a reply was not kept is taken for proof that its call did not run."""
+    table = {**CallerLane._FAILURES, Status.NOT_KEPT: (OutcomeKind.NOT_EXECUTED, "evicted", "")}
+    patch.setattr(CallerLane, "_FAILURES", table)
+
+
+@mutant("I2", "I4", "I6", "validate")
+def a_reply_without_room_is_run_again(patch: Patch) -> None:
+    """A call whose reply was not kept is forgotten, so that it runs when it comes again."""
+
+    @wrap(patch, Callee, "_on_request")
+    def on_request(original, self, header, buffers, session, lane, now, effects):
+        run = lane.runs.get(header.seq)
+        replies = run.replies if run is not None and run.state is RunState.DONE else ()
+        if any(type(reply) is Kept and reply.buffers is None and reply.token is None for _, reply in replies):
+            run.state, run.open_calls, run.replies = RunState.QUEUED, run.calls, ()
+            run.buffers, run.large = buffers, False
+            lane.queue.appendleft(run)
+            self._start(header.session, session, lane, now, effects)
+            return
+        original(self, header, buffers, session, lane, now, effects)
+
+
+@mutant("I4")
+def the_shelf_hands_out_another_reply(patch: Patch) -> None:
+    """A reply from the shelf is that of another call."""
+
+    def get(self, token):
+        return self._kept[max(self._kept)] if max(self._kept) != token else self._kept[min(self._kept)]
+
+    patch.setattr(SimShelf, "get", get)
+
+
+@mutant("validate")
+def large_replies_without_bound(patch: Patch) -> None:
+    """Large replies stay in memory, however many they are."""
+
+    def keep(self, buffers, nbytes):
+        kept = Kept(buffers, nbytes)
+        self._kept[id(kept)] = kept
+        self._kept_bytes += nbytes
+        return kept
+
+    patch.setattr(Callee, "_keep", keep)
+
+
+@mutant("I5")
+def a_missing_journal_is_taken_for_an_empty_one(patch: Patch) -> None:
+    """Where no crash journal can be read, nothing is thought to have started."""
+
+    @wrap(patch, CallerLane, "on_dead")
+    def on_dead(original, self, reason, evidence, history):
+        return original(self, reason, evidence, LaneHistory(session="", lane=self.lane) if history is None else history)
+
+
+@mutant("I5")
+def the_start_is_marked_late(patch: Patch) -> None:
+    """The crash journal hears of a call only at its end."""
+    patch.setattr(LaneRing, "begin", lambda self, seq: None)
+
+
+@mutant("I6")
+def the_end_is_marked_early(patch: Patch) -> None:
+    """The crash journal is told that a call ended when it begins."""
+    patch.setattr(LaneRing, "begin", lambda self, seq: self.end(seq))
+
+
+@mutant("I1", "I4")
+def items_of_a_batch(patch: Patch) -> None:
+    """An item that a lying worker sends for one call of a batch is delivered."""
+
+    @wrap(patch, CallerLane, "_on_chunk")
+    def on_chunk(original, self, header, buffers, now, effects):
+        request = self._find(header.seq)
+        if request is not None and request.calls > 1 and request.open_calls:
+            effects.append(Chunk(self.lane, header.seq, header.floor, buffers))
+        original(self, header, buffers, now, effects)
+
+
+@mutant("I9")
+def no_patience_after_a_quick_answer(patch: Patch) -> None:
+    """A measured round trip is all the time that an answer gets, and questions do not become rarer."""
+
+    @wrap(patch, CallerLane, "_probe")
+    def probe(original, self, request, now, effects):
+        original(self, request, now, effects)
+        if self.timing.probe_least is not None:
+            self._set_probe(request, now + 1_000)
+
+
+@mutant("I13", registry=True)
+def own_pause_counts_as_silence(patch: Patch) -> None:
+    """An observer that was stopped takes its own absence for the holder's silence."""
+
+    def age(watched, now_ns):
+        watched.silent_ns += max(0, now_ns - watched.looked_ns)
+        watched.looked_ns = max(watched.looked_ns, now_ns)
+
+    patch.setattr(lease, "_age", age)
+
+
+@mutant("I13", registry=True)
+def late_is_expired(patch: Patch) -> None:
+    """Two renewals that are overdue count as the end."""
+
+    @wrap(patch, LeaseObserver, "state")
+    def state(original, self, holder):
+        found = original(self, holder)
+        return LeaseState.EXPIRED if found is LeaseState.LATE else found
+
+
+@mutant("P9", registry=True)
+def a_holder_without_margin(patch: Patch) -> None:
+    """A holder trusts its lease beyond the time of its observers."""
+    patch.setattr(lease, "HOLDER_MARGIN", 1.6)
+
+
+@mutant("I11", registry=True)
+def silence_never_ends_a_lease(patch: Patch) -> None:
+    """An observer forgives every silence."""
+    patch.setattr(lease, "_age", lambda watched, now_ns: None)

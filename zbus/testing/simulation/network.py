@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["Connection", "Network"]
 
 
+_LAST_WORDS = (Kind.RESULT, Kind.FAILURE, Kind.END)
+
+
 class Connection:
     """One connection of a caller's link to a worker; ``peer`` is its routing id."""
 
-    __slots__ = ("alive", "blocked", "last", "link", "peer", "worker")
+    __slots__ = ("alive", "blocked", "full", "last", "link", "parked", "peer", "worker")
 
     def __init__(self, link: SimLink, worker: SimWorker, peer: bytes) -> None:
         self.link = link
@@ -34,6 +37,8 @@ class Connection:
         self.alive = True
         self.last = [0, 0]  # when the last message arrives: at the caller, at the worker
         self.blocked = [0, 0]  # nothing arrives before
+        self.full = [0, 0]  # nothing more can be sent before: it is parked
+        self.parked: list[list[tuple[Header, Buffers]]] = [[], []]
 
     def __repr__(self) -> str:
         return f"connection {int.from_bytes(self.peer, 'big')}"
@@ -42,12 +47,13 @@ class Connection:
 class Network:
     """All connections of one run."""
 
-    __slots__ = ("_made", "_world", "by_peer", "sent")
+    __slots__ = ("_made", "_world", "by_peer", "last_words", "sent")
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._made = 0
         self.sent = 0  # messages, counted where there is a script
+        self.last_words = 0  # outcomes told by workers, counted where there are no faults
         self.by_peer: dict[bytes, Connection] = {}
 
     def connect(self, link: SimLink, worker: SimWorker) -> Connection:
@@ -64,14 +70,22 @@ class Network:
         world = self._world
         covered = world.covered
         covered[header.kind, header.status] += 1
+        if not world.faulty and header.kind in _LAST_WORDS:
+            self.last_words += header.calls
         if connection is None or not connection.alive:
             covered["unroutable"] += 1
             return
         knobs = world.knobs
         if world.script is not None and self._scripted(connection, side, header, buffers):
             return
-        message: Any = frames.encode(header, buffers) if knobs.wire else (header, buffers)
         now = world.now
+        if connection.full[side] > now or connection.parked[side]:
+            if not connection.parked[side]:
+                world.at(connection.full[side], self._unpark, connection, side)
+            connection.parked[side].append((header, buffers))
+            covered["fault", "parked"] += 1
+            return
+        message: Any = frames.encode(header, buffers) if knobs.wire else (header, buffers)
         when = now + knobs.delay
         if knobs.jitter:
             when += int(world.random() * knobs.jitter)
@@ -110,8 +124,17 @@ class Network:
         return True
 
     def broke(self, connection: Connection) -> None:
-        """Break a connection: nothing more is sent on it."""
+        """Break a connection: nothing more is sent on it, and what was parked never is."""
         connection.alive = False
+        connection.parked = [[], []]
+
+    def _unpark(self, connection: Connection, side: int) -> None:
+        """The queue has room again: send what was parked, in order."""
+        parked, connection.parked[side] = connection.parked[side], []
+        sender: Any = connection.link.controller if side else connection.worker
+        for header, buffers in parked:
+            if sender.alive:
+                self.send(connection, side, header, buffers)
 
     def _arrive(self, connection: Connection, side: int, message: Any, late: bool) -> None:  # noqa: FBT001  # event
         world = self._world
@@ -128,7 +151,19 @@ class Network:
                 world.heap, (node.paused_until, world.next_number(), self._arrive, (connection, side, message, late))
             )
             return
-        header, buffers = frames.decode(message) if world.knobs.wire else message
+        if node.pace:
+            if node.busy_until > world.now:
+                heappush(
+                    world.heap, (node.busy_until, world.next_number(), self._arrive, (connection, side, message, late))
+                )
+                return
+            node.busy_until = world.now + node.pace
+        try:
+            header, buffers = frames.decode(message) if world.knobs.wire else message
+        except frames.FrameError:
+            if not connection.worker.liar:
+                raise
+            return  # refused and counted, as the channel does
         if world.story is not None:
             world.tell(f"{node} gets {_words(header)} on {connection}{' (late copy)' if late else ''}")
         if side:

@@ -1,7 +1,8 @@
 """The registry in the simulation: controllers that claim epochs and ranks at once, over a file server that lags.
 
 Clients of one simulated disk run one at a time; a seeded choice says who goes next at every file operation. Lookups
-that missed stay missing for a while, replies of links are lost and their repeats told EEXIST, handles go stale.
+that missed stay missing for a while, replies of links are lost and their repeats told EEXIST, handles go stale, disks
+are full with half a record written, clients die between two operations and leave what they had written.
 
 I8: every claim has one winner whom all clients agree on, epochs are unique, and each client's rise.
 """
@@ -10,15 +11,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
-from typing import Final
+from typing import Final, TypeVar
 
+from zbus.errors import RegistryError
 from zbus.registry import FileRegistry, Records
 from zbus.registry.records import EpochRecord
 from zbus.testing.registry_fs import Quirks, SimulatedDisk, SimulatedFS
 from zbus.testing.simulation.ledger import broken
 
 __all__ = ["Turns", "claims"]
+
+_T = TypeVar("_T")
 
 _SALT: Final = 0x1EA5E
 
@@ -71,22 +76,38 @@ def claims(seed: int, covered: dict[object, int]) -> None:
     """Play one race of claims; raises ``Violation`` (I8) when a promise of the registry breaks."""
     rng = Random(seed ^ _SALT)  # noqa: S311  # a schedule, not a secret
     quirks = Quirks(
-        resend=rng.choice((0.0, 0.0, 0.3)), stale=rng.choice((0.0, 0.1)), absent_for=rng.choice((0, 0, 10, 20))
-    )
+        resend=rng.choice((0.0, 0.0, 0.3)), stale=rng.choice((0.0, 0.1)), absent_for=rng.choice((0, 0, 10, 20)),
+        full=rng.choice((0.0, 0.0, 0.2)),
+    )  # fmt: skip
+    mortal = rng.choice((0.0, 0.0, 0.02))
     turns = Turns(rng)
     disk = SimulatedDisk()
     clients = 2 + int(rng.random() * 2)
     told: list[list[int]] = [[] for _ in range(clients)]
     ranks: list[bytes] = [b""] * clients
 
+    dead: set[int] = set()
+    begun: set[int] = set()
+
     def client(me: int) -> Callable[[], None]:
-        fs = SimulatedFS(disk, rng, quirks=quirks, switch=turns.switch)
-        registry = FileRegistry(fs.root, fs=fs, sleep=lambda _s: turns.switch())
+        def switch() -> None:
+            if me in dead or (mortal and me in begun and rng.random() < mortal):
+                dead.add(me)
+                raise _Killed
+            turns.switch()
+
+        fs = SimulatedFS(disk, rng, quirks=quirks, switch=switch)
+        registry = FileRegistry(fs.root, fs=fs, sleep=lambda _s: switch())
 
         def body() -> None:
-            for number in range(2):
-                told[me].append(Records(registry).claim_epoch(_record(me, number)).epoch)
-            ranks[me] = registry.claim("claims/rank", b"client %d" % me)
+            begun.add(me)
+            try:
+                for number in range(2):
+                    claim = partial(Records(registry).claim_epoch, _record(me, number))
+                    told[me].append(_until_done(claim).epoch)
+                ranks[me] = _until_done(lambda: registry.claim("claims/rank", b"client %d" % me))
+            except _Killed:
+                covered["registry", "a client dies"] += 1
 
         return body
 
@@ -97,13 +118,27 @@ def claims(seed: int, covered: dict[object, int]) -> None:
     for me, epochs in enumerate(told):
         if epochs != sorted(epochs):
             broken("I8", f"epochs of client {me} do not rise: {epochs} under {quirks}")
-    if len(set(ranks)) != 1:
+    if len({rank for me, rank in enumerate(ranks) if me not in dead}) > 1:
         broken("I8", f"clients disagree on who holds a claim: {ranks} under {quirks}")
     covered["registry", "epochs claimed"] += len(everyone)
     covered["registry", "names that lag"] += bool(quirks.absent_for)
     covered["registry", "lost replies"] += bool(quirks.resend)
     covered["registry", "stale handles"] += bool(quirks.stale)
+    covered["registry", "full disks"] += bool(quirks.full)
 
 
 def _record(me: int, number: int) -> EpochRecord:
     return EpochRecord(session=f"{me:016x}{number:016x}")
+
+
+class _Killed(BaseException):
+    """A client's process is gone: nothing of it goes on."""
+
+
+def _until_done(claim: Callable[[], _T]) -> _T:
+    """Try again while the disk is full, as a person would who has made room."""
+    while True:
+        try:
+            return claim()
+        except RegistryError:
+            continue

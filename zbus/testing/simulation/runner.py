@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from zbus.protocol.messages import Kind, Status
+from zbus.testing.simulation.leases import leases
 from zbus.testing.simulation.ledger import Violation
 from zbus.testing.simulation.registry import claims
 from zbus.testing.simulation.world import World
@@ -109,6 +110,8 @@ def run_seed(seed: int, size: str = "small", *, report: Report | None = None) ->
 def _run_claims(seed: int, report: Report) -> Failure | None:
     try:
         claims(seed, report.covered)
+        for part in range(4):
+            leases(seed * 4 + part, report.covered)
     except Violation as error:
         failure = Failure(seed, "registry", error.rule, str(error), ())
         report.failures.append(failure)

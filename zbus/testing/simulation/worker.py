@@ -18,8 +18,10 @@ from zbus.protocol.messages import (
     Status,
     StreamCredit,
 )
+from zbus.testing.simulation.clocks import NodeClock
 from zbus.testing.simulation.knobs import MS
 from zbus.testing.simulation.ledger import Call, broken
+from zbus.testing.simulation.rough import LARGE_BYTES, SimShelf, made_up
 
 if TYPE_CHECKING:
     from zbus.testing.simulation.network import Connection
@@ -34,6 +36,7 @@ _EXPIRE_EVERY = 20 * MS
 _SETTLE = 15 * MS
 _TAKEOVER = 2 * MS
 _STREAM_WINDOW = 2
+_MOMENTS = ("", "before the mark of a start", "behind the mark of a start", "before the mark of an end", "behind it")
 
 
 class _Running:
@@ -61,12 +64,17 @@ class SimWorker:
         "address",
         "alive",
         "blocked",
+        "busy_until",
         "byes",
         "callee",
+        "clock",
         "crash_in",
+        "crash_mark",
         "highest_epoch",
         "incarnation",
+        "liar",
         "marks",
+        "pace",
         "paused_until",
         "running",
         "slot",
@@ -78,7 +86,11 @@ class SimWorker:
         self.slot = slot
         self.address = address
         self.incarnation = start << 48 | slot << 8 | 7
-        self.callee = Callee(self.incarnation, LANES, window_calls=world.knobs.callee_window, guest_lanes=("ctl",))
+        knobs = world.knobs
+        self.callee = Callee(
+            self.incarnation, LANES, window_calls=knobs.callee_window, guest_lanes=("ctl",),
+            keep_bytes=knobs.keep_bytes, large_bytes=LARGE_BYTES, shelf=SimShelf(world.rough, knobs.shelf_room),
+        )  # fmt: skip
         self.alive = True
         self.paused_until = 0
         self.blocked = [0, 0]
@@ -88,6 +100,18 @@ class SimWorker:
         self.byes: set[bytes] = set()
         self.marks: dict[tuple[bytes, str], list[int]] = {}
         self._expire_armed = False
+        self.clock = NodeClock()
+        self.pace = self.busy_until = 0
+        self.crash_mark = 0  # it dies at this moment of the next call that comes to it: see ``_dies_at``
+        self.liar = bool(knobs.lies) and slot == 0
+        if self.liar:
+            world.ledger.liars.add(self.incarnation)
+        world.set_up_node(self)
+
+    @property
+    def now(self) -> int:
+        """What this process's clock shows."""
+        return self.clock.read(self.world.now)
 
     def __repr__(self) -> str:
         return f"worker {self.slot}.{self.incarnation >> 48}"
@@ -107,7 +131,7 @@ class SimWorker:
                 self.do(self.callee.bye(header.session))
         else:
             self._cover(header)
-            self.do(self.callee.receive(header, buffers, connection.peer, self.world.now))
+            self.do(self.callee.receive(header, buffers, connection.peer, self.now))
             if header.budget_ms and self.callee.queued and not self._expire_armed:
                 self._expire_armed = True
                 self.world.after(_EXPIRE_EVERY, self._expire)
@@ -149,7 +173,7 @@ class SimWorker:
 
     def _resume(self) -> None:
         if self.alive and self.paused_until <= self.world.now:
-            self.do(self.callee.resume(self.world.now))
+            self.do(self.callee.resume(self.now))
         elif self.alive:
             self.world.at(self.paused_until, self._resume)
 
@@ -170,16 +194,32 @@ class SimWorker:
                     header = effect.header
                     world.ledger.held(self.incarnation, header.session, header.lane, header.seq)
                 connection = world.network.by_peer.get(effect.peer or b"")
-                world.network.send(connection, 0, effect.header, effect.buffers)
-                if not self.alive:  # its script says that it dies here
-                    return
+                self._say(connection, effect.header, effect.buffers)
             elif kind is Execute:
                 self._begin(effect)  # type: ignore[arg-type]
             elif kind is CancelRunning:
                 self._cancel(effect)  # type: ignore[arg-type]
             elif kind is StreamCredit:
                 self._credit(effect)  # type: ignore[arg-type]
+            if not self.alive:  # its script says that it dies here
+                return
         self.callee.validate()
+
+    def _say(self, connection: Connection | None, header: Header, buffers: Buffers) -> None:
+        world = self.world
+        if self.liar and world.faulty and world.rough.random() < world.knobs.lies:
+            world.covered["fault", "lie"] += 1
+            header, buffers = made_up(world.rough, header, buffers)
+        world.network.send(connection, 0, header, buffers)
+
+    def _dies_at(self, moment: int) -> bool:
+        """Die at a moment of a call: before the mark of its start, behind it, behind its end, behind the mark of it."""
+        if self.crash_mark != moment:
+            return False
+        self.crash_mark = 0
+        self.world.covered["fault", f"crash {_MOMENTS[moment]}"] += 1
+        self.world.crash(self)
+        return True
 
     def _cover(self, header: Header) -> None:
         """Count which message meets a request in which state."""
@@ -191,21 +231,21 @@ class SimWorker:
 
     def _on_hello(self, connection: Connection, header: Header) -> None:
         world = self.world
-        status, effects = self.callee.hello(header, world.now)
+        status, effects = self.callee.hello(header, self.now)
         if status is not Status.NONE:
             reply = header._replace(kind=Kind.NACK, status=status, floor=self.callee.max_epoch)
-            world.network.send(connection, 0, reply, ())
+            self._say(connection, reply, ())
             return
         self.highest_epoch = max(self.highest_epoch, header.epoch)
         self.do(effects)
         if self.alive:
             reply = header._replace(kind=Kind.WELCOME, incarnation=self.incarnation)
-            world.network.send(connection, 0, reply, world.pack_cursors(self.callee.lane_cursors(header.session)))
+            self._say(connection, reply, world.pack_cursors(self.callee.lane_cursors(header.session)))
 
     def _begin(self, request: Execute) -> None:
         if self.callee.held_off:
             broken("I7", f"{self} starts {request.lane}/{request.seq} while it holds off")
-        calls = self.world.ledger.handed_out(self.incarnation, request, self.world.now)
+        calls = self.world.ledger.handed_out(self.incarnation, request, self.now)
         running = _Running(request, calls)
         self.running[request.session, request.lane, request.seq] = running
         self._start_call(running)
@@ -213,6 +253,13 @@ class SimWorker:
     def _start_call(self, running: _Running) -> None:
         world = self.world
         call = running.calls[running.index]
+        if self._dies_at(1):
+            return
+        if world.knobs.journal:
+            call.marked = True
+            self._ring(running.request).begin(call.key[3])
+        if self._dies_at(2):
+            return
         world.ledger.start(
             call,
             epoch=world.epoch_of(running.request.session) if running.index == 0 else 0,
@@ -222,8 +269,6 @@ class SimWorker:
         )
         if world.story is not None:
             world.tell(f"{self} starts {call!r}")
-        if world.knobs.journal:
-            self._ring(running.request).begin(call.key[3])
         if call.stream:
             running.items = int(world.random() * 6)
             running.sent = 0
@@ -276,9 +321,13 @@ class SimWorker:
         result = b"%s=%d" % (call.token, call.index)
         call.said = running.sent
         world.ledger.end(call, kind, result)
+        if self._dies_at(3):
+            return
         if world.knobs.journal:
             ring = self._ring(running.request)
             (ring.raised if failed else ring.end)(call.key[3])
+        if self._dies_at(4):
+            return
         if world.story is not None:
             world.tell(f"{self} ends {call!r} with {kind.value}")
         status = Status.STOPPED if stopped else Status.APP_ERROR if failed else Status.OK
@@ -303,7 +352,7 @@ class SimWorker:
             del self.running[request.session, request.lane, request.seq]
         self.do(
             self.callee.finished(
-                request.session, request.lane, seq, kind, status, buffers, self.world.now,
+                request.session, request.lane, seq, kind, status, buffers, self.now,
                 chunks=running.sent if kind is Kind.END else 0,
             )
         )  # fmt: skip
@@ -336,7 +385,7 @@ class SimWorker:
             return
         world = self.world
         if self.paused_until <= world.now:
-            self.do(self.callee.expire(world.now))
+            self.do(self.callee.expire(self.now))
         if self.callee.queued:
             self._expire_armed = True
             world.after(_EXPIRE_EVERY, self._expire)

@@ -16,13 +16,15 @@ import msgpack
 from zbus.protocol.caller import Timing
 from zbus.protocol.liveness import LinkState
 from zbus.protocol.messages import Buffers, OutcomeKind
+from zbus.testing.simulation.clocks import NodeClock
 from zbus.testing.simulation.controller import SimController, SimLink
 from zbus.testing.simulation.knobs import MS, Knobs, draw
 from zbus.testing.simulation.ledger import Ledger, broken
 from zbus.testing.simulation.network import Network
+from zbus.testing.simulation.rough import NOT_BOUNDED, draw_rough
 from zbus.testing.simulation.trace_knobs import draw_tracing
 from zbus.testing.simulation.tracing import Tracing
-from zbus.testing.simulation.worker import SimWorker
+from zbus.testing.simulation.worker import LANES, SimWorker
 
 __all__ = ["World"]
 
@@ -35,6 +37,10 @@ _TIMING: Final = Timing(
     probe_least=None,
     jitter=0.0,
 )
+_ADAPTIVE: Final = Timing(
+    probe_first=60 * MS, probe_received=150 * MS, probe_max=500 * MS, cancel_grace=60 * MS, stop_grace=15 * MS,
+    probe_least=20 * MS, jitter=0.25,
+)  # fmt: skip
 _HELLO_EVERY: Final = 120 * MS
 _QUIET: Final = 40 * MS
 _PATIENCE: Final = 60_000 * MS
@@ -43,6 +49,9 @@ _LATER: Final = 0x2CB78E
 """Salt of the generator of what was added later; chosen so that it is off in the runs of the corpus."""
 _TRACING: Final = 0x7ACED
 """Salt of the generator of what tracing is like."""
+
+_ROUGH: Final = 0xB9DCF761
+"""Salt of the generator of ``rough``; chosen as the first."""
 
 _LATEST: Final = 0x51B1E5
 """Salt of the generator of what was added after that."""
@@ -67,9 +76,8 @@ class World:
 
     __slots__ = (
         "_number", "_slots", "_token", "controllers", "covered", "events", "faulty", "heap", "hello_every", "knobs",
-        "later",
-        "latest", "ledger", "link_names", "network", "now", "paused_until", "random", "rng", "script", "seed", "story",
-        "timing", "tracing", "workers",
+        "later", "latest", "ledger", "link_names", "network", "now", "paused_until", "random", "rng", "rough", "script",
+        "seed", "story", "timing", "tracing", "workers",
     )  # fmt: skip
 
     def __init__(
@@ -87,17 +95,20 @@ class World:
         self.random = self.rng.random
         later = Random(seed ^ _LATER)  # noqa: S311  # as above
         self.later = later.random
+        self.rough = Random(seed ^ _ROUGH)  # noqa: S311  # as above
         latest = Random(seed ^ _LATEST)  # noqa: S311  # as above
         self.latest = latest.random
         if knobs is None:
             traced = draw_tracing(Random(seed ^ _TRACING), size)  # noqa: S311  # as above
-            knobs = draw(self.rng, later, latest, size, tracing=traced)
+            knobs = draw(self.rng, later, latest, size, tracing=traced, rough=draw_rough(self.rough, size))
         self.knobs = knobs
         self.covered = covered
         self.story = story
-        self.ledger = Ledger(covered, exact=self.knobs.journal)
+        self.ledger = Ledger(
+            covered, exact=self.knobs.journal, evicts=self.knobs.keep_bytes < NOT_BOUNDED, concurrency=LANES
+        )
         self.network = Network(self)
-        self.timing = _TIMING
+        self.timing = _ADAPTIVE if self.knobs.adaptive else _TIMING
         self.hello_every = _HELLO_EVERY
         self.link_names = ("main", "ctl") if "ctl" in self.knobs.lanes else ("main",)
         self.heap: list[tuple[int, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -191,6 +202,14 @@ class World:
             (knobs.takeovers, self._take_over),
             (knobs.drains, self._drain),
         ]
+        rough: list[tuple[int, Callable[..., None]]] = [
+            (knobs.fills, self._fill),
+            (knobs.clock_jumps, self._jump),
+            (knobs.crash_marks, self._crash_at_mark),
+        ]
+        for times, fault in rough:
+            for _ in range(times):
+                self.at(begin + int(self.rough.random() * span), fault)
         for times, fault in plan:
             for _ in range(times):
                 self.at(begin + int(self.random() * span), fault)
@@ -221,17 +240,20 @@ class World:
 
     def _unrest(self) -> str:
         highest = max(controller.epoch for controller in self.controllers)
+        liars = self.ledger.liars
         for controller in self.controllers:
             if not controller.alive:
                 continue
             if controller.epoch == highest:
                 for peer in controller.current():
+                    if peer.incarnation in liars and peer.state is LinkState.DEAD:
+                        continue  # it said something for which there is no forgiving
                     if peer.worker is not self._slots[peer.slot] or peer.state is not LinkState.READY:
                         return f"{controller} has {peer.worker} {peer.state.value}"
             if not controller.settled():
                 return f"{controller} has an unfinished place of a call"
         for call in self.ledger.calls.values():
-            if call.outcome is None and self._controller_of(call.key[1]).alive:
+            if call.outcome is None and self._controller_of(call.key[1]).alive and not self.ledger.excused(call):
                 return f"{call!r} has no outcome"
         return "" if self.tracing is None else self.tracing.unrest()
 
@@ -239,6 +261,8 @@ class World:
         """Check that calls that start together ran on all of their workers or on none."""
         for controller in self.controllers:
             for truth, members in controller.gangs:
+                if any(peer.incarnation in self.ledger.liars for peer in members):
+                    continue
                 excused = [
                     not controller.alive
                     or peer.state is LinkState.DEAD
@@ -251,19 +275,26 @@ class World:
                 self.ledger.check_gang(truth, excused)
 
     def _check_calm(self) -> None:
-        """Check that a run without faults had nothing to recover from."""
+        """Check that a run without faults had nothing to recover from, and said nothing twice."""
         for call in self.ledger.calls.values():
             outcome = call.outcome
             if outcome is None or outcome.kind is not OutcomeKind.UNKNOWN:
                 continue
             if outcome.reason not in ("shutdown", "deadline"):  # a guest left; a call took longer than it may
                 broken("I10", f"{call!r} is told {outcome} in a calm run")
-        for controller in self.controllers:
-            for peer in controller.peers:
-                for link in peer.links.values():
-                    for lane in link.lanes.values():
-                        if lane.machine.retransmissions:
-                            broken("I10", f"{lane.machine.retransmissions} retransmissions in a calm run")
+        machines = [
+            lane.machine
+            for controller in self.controllers
+            for peer in controller.peers
+            for link in peer.links.values()
+            for lane in link.lanes.values()
+        ]
+        for machine in machines:
+            if machine.retransmissions:
+                broken("I10", f"{machine.retransmissions} retransmissions in a calm run")
+        if not any(machine.probes for machine in machines) and self.network.last_words > len(self.ledger.calls):
+            words, calls = self.network.last_words, len(self.ledger.calls)
+            broken("I10", f"{words} outcomes are told of {calls} calls in a calm run in which nobody asked")
 
     # -- the program ---------------------------------------------------------------------------------------------
 
@@ -289,11 +320,13 @@ class World:
         count = 2 + int(random() * 3) if not stream and random() < knobs.batch else 1
         deadline = None
         if knobs.deadline and random() < knobs.deadline:
-            deadline = self.now + int((1 + random() * 200) * MS)
+            deadline = controller.now + int((1 + random() * 200) * MS)
         self._token += 1
         token = b"%d" % self._token
         if random() < 0.1:
             token += b"." * 60  # larger than the smallest byte window
+        elif knobs.keep_bytes < NOT_BOUNDED and self.rough.random() < 0.6:
+            token += b"." * 40  # so that its reply is large
         together = knobs.together > 0 and len(members) > 1 and self.later() < knobs.together
         placed = controller.place(
             members, lane, token, count, deadline, self._token, strict=random() < knobs.strict, stream=stream,
@@ -339,6 +372,10 @@ class World:
             if connection.worker is worker and connection.alive:
                 self.cut(connection.link, "the connection was lost")
         report = worker.journal_report()
+        if self.knobs.moves and self.rough.random() < self.knobs.moves:
+            self.covered["fault", "restart on another host"] += 1
+            self.ledger.unread.add(worker.incarnation)
+            report = None
         for controller in self.controllers:
             self.after(int(self.random() * 80 * MS), controller.observe_end, worker.incarnation, "worker_exit", report)
         if self._slots[worker.slot] is worker:
@@ -445,6 +482,49 @@ class World:
             worker = living[int(self.latest() * len(living))]
             self.tell(f"{worker} holds off")
             worker.hold_off(int(self.latest() * 200 * MS))
+
+    def _fill(self) -> None:
+        """Fill a connection's queue, in one direction or both: what is sent waits in its process."""
+        link = self._any_link()
+        if link is None or link.connection is None:
+            return
+        until = self.now + int(self.rough.random() * 150 * MS)
+        side = int(self.rough.random() * 3)
+        for direction in (0, 1):
+            if side in (direction, 2):
+                link.connection.full[direction] = max(link.connection.full[direction], until)
+        self.covered["fault", "queue full"] += 1
+        self.tell(f"{link.connection} is full (sides {side}) until {until / MS:.3f} ms")
+
+    def _jump(self) -> None:
+        """Let a process's clock jump forward; it looks at its timers at once."""
+        everyone: list[SimController | SimWorker] = [*self.controllers, *self.workers]
+        nodes = [node for node in everyone if node.alive]
+        if not nodes:
+            return
+        node = self.rough.choice(nodes)
+        by = int(self.rough.random() ** 2 * 400 * MS)
+        node.clock.jump(by)
+        self.covered["fault", f"clock of a {type(node).__name__[3:].lower()} jumps"] += 1
+        self.tell(f"the clock of {node} jumps by {by / MS:.3f} ms")
+        if isinstance(node, SimController):
+            node.was_paused = True
+            node.look_soon()
+
+    def _crash_at_mark(self) -> None:
+        living = [worker for worker in self.workers if worker.alive]
+        if living:
+            self.rough.choice(living).crash_mark = 1 + int(self.rough.random() * 4)
+
+    def set_up_node(self, node: SimController | SimWorker) -> None:
+        """Give a new process its clock and pace."""
+        knobs = self.knobs
+        if knobs.wrong_clocks:
+            self.covered["fault", "a clock at another rate"] += 1
+            node.clock = NodeClock(0.5 * 4 ** self.rough.random(), int(self.rough.random() * 1e15))
+        if knobs.pace and self.rough.random() < 0.5:
+            self.covered["fault", "slow peer"] += 1
+            node.pace = int(self.rough.random() * knobs.pace)
 
     def _pause(self) -> None:
         nodes: list[SimController | SimWorker] = [*self.controllers, *self.workers]
