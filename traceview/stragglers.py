@@ -10,6 +10,7 @@ takes needs no clock of others; who began later does, so a delay within the cloc
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +21,9 @@ from traceview.survey import Call, Rank, Spans, Survey
 __all__ = ["CriticalPath", "Straggler", "critical_paths", "stragglers"]
 
 _SERVER: Final = ("run ", "rpc.server")
+_OWN: Final = "run zbus."
+"""Calls of the bus itself: to make engines, to save traces. They are no work that others wait for."""
+
 _SPREAD: Final = 0.4
 """If the other phases are slower by more than this part of what the slowest is, the rank is slow in general."""
 
@@ -87,7 +91,8 @@ def stragglers(found: Survey, *, threshold: float = 1.05) -> list[Straggler]:
         units = _units(ranks)
         losses: dict[int, list[_Loss]] = {}
         for name in units:
-            for place, loss in _compare(ranks, _of_batches(found, ranks, name) or _kth(ranks, name)):
+            batches = _of_batches(found, ranks, name)
+            for place, loss in _compare(ranks, batches if batches is not None else _kth(ranks, name)):
                 losses.setdefault(place, []).append(loss)
         for place, own in losses.items():
             row = _verdict(ranks, place, own, units)
@@ -99,7 +104,7 @@ def stragglers(found: Survey, *, threshold: float = 1.05) -> list[Straggler]:
 def _units(ranks: list[Rank]) -> list[str]:
     """Return the names of the spans that are units of work: calls if there are any, else outermost spans."""
     names = sorted({name for rank in ranks for name in rank.spans})
-    calls = [name for name in names if name.startswith(_SERVER)]
+    calls = [name for name in names if name.startswith(_SERVER) and not name.startswith(_OWN)]
     if calls:
         return calls
     common = [n for n in names if sum(n in r.spans for r in ranks) * 2 > len(ranks)]
@@ -123,21 +128,37 @@ def _inside(ranks: list[Rank], name: str, other: str) -> bool:
 
 
 def _of_batches(found: Survey, ranks: list[Rank], name: str) -> _Units | None:
-    """Return the calls of a method by the batch they were made in; None where no batch is recorded."""
+    """Return the calls of a method by the batch they were made in; None where no batch is recorded.
+
+    Calls that were made one by one count as a batch where they were made in rounds, one per rank in each, and awaited.
+    Otherwise they were dealt out to whoever was free: nobody waits for another, and there are no units.
+    """
     method = name.removeprefix("run ") if name.startswith("run ") else ""
     rows = {rank.name: row for row, rank in enumerate(ranks)}
-    batches: dict[tuple[str, str], dict[int, Call]] = {}
-    for call in found.calls.values():
-        if call.method == method and call.batch and call.run_end and call.worker in rows:
-            batches.setdefault((call.caller, call.batch), {})[rows[call.worker]] = call
-    if not method or not batches:
+    calls = [c for c in found.calls.values() if c.method == method and c.batch and c.run_end and c.worker in rows]
+    if not method or not calls:
         return None
-    shared = [batch for batch in batches.values() if len(batch) > 1]
+    batches: dict[tuple[str, str], dict[int, Call]] = {}
+    for call in calls:
+        batches.setdefault((call.caller, call.batch), {})[rows[call.worker]] = call
+    shared = [batch for batch in batches.values() if len(batch) > 1] or _rounds(calls, rows)
     units = _Units(name, list(range(len(ranks))), *(np.full((len(ranks), len(shared)), np.nan) for _ in range(2)))
     for column, batch in enumerate(shared):
         for row, call in batch.items():
             units.starts[row, column], units.durs[row, column] = call.run_start, call.run_end - call.run_start
     return units
+
+
+def _rounds(calls: list[Call], rows: dict[str, int]) -> list[dict[int, Call]]:
+    """Return the k-th call of every rank, if all k-th calls were over before any next one was made; else nothing."""
+    own: dict[int, list[Call]] = {}
+    for call in sorted(calls, key=lambda call: call.submit):
+        own.setdefault(rows[call.worker], []).append(call)
+    rounds = [dict(zip(own, members, strict=True)) for members in zip(*own.values(), strict=False)]
+    if len(own) < 2 or len({len(mine) for mine in own.values()}) > 1:
+        return []
+    times = [(min(c.submit for c in one.values()), max(c.done for c in one.values())) for one in rounds]
+    return rounds if all(a[1] <= b[0] for a, b in pairwise(times)) else []
 
 
 def _kth(ranks: list[Rank], name: str) -> _Units | None:

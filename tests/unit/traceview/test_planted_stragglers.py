@@ -151,6 +151,25 @@ def test_calls_that_go_to_one_rank_each_make_nobody_wait(tmp_path):
     assert stragglers(surveyed(write_calls(tmp_path, calls))) == []
 
 
+def test_single_calls_made_in_rounds_are_compared(tmp_path):
+    """One call per rank and step, each submitted by itself and all awaited: the late one is found as in a batch."""
+    calls = [
+        (rank, step * 4 + rank, "train", 1000.0 + step * 50_000 + (9000.0 if rank == 3 else 0.0), 10_000.0)
+        for step in range(20)
+        for rank in range(4)
+    ]
+    [row] = stragglers(surveyed(write_calls(tmp_path, calls)))
+    assert (row.rank, row.why, row.units, row.of) == ("actor/3", "late start", 20, 20)
+    assert row.lost_s == pytest.approx(20 * 9e-3, rel=0.01)
+
+
+def test_calls_of_the_bus_itself_are_no_work(tmp_path):
+    """Making engines and saving traces takes one rank longer: nobody is called a straggler for that."""
+    calls = [(rank, 1, "zbus.create_engine", 1000.0, 1e6 if rank == 1 else 1e3) for rank in range(4)]
+    calls += [(rank, 2 + n, "train", 2e6 + n * 50_000, 10_000.0) for n in range(10) for rank in range(4)]
+    assert stragglers(surveyed(write_calls(tmp_path, calls))) == []
+
+
 def test_the_critical_path_of_a_batch_holds_over_hosts(tmp_path):
     """With clocks 5 s apart the last member's parts add up to the batch, and wire and queue are the planted ones."""
     plan = Plan(steps=STEPS, clocks=planted_clocks(4), slow={2: 2.0}, ways={2: Way(300.0, 300.0, 5.0)}, seed=4)
