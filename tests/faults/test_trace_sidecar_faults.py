@@ -85,6 +85,32 @@ def test_a_restarted_sidecar_goes_on_without_doubling(short_dir: Path):
     assert not (short_dir / "traces" / "spool").exists()
 
 
+IDLE = """
+    on_sidecar()
+    trace.instant("tick", n=0)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    trace.shutdown()
+"""
+
+
+def test_an_idle_process_ends_with_a_sidecar_that_was_restarted(short_dir: Path):
+    """It had nothing to say since, so it did not miss the old one: at its end it looks, and the new one has its end."""
+    with traced(short_dir, IDLE, flush_period_s=PERIOD_S, stdin=subprocess.PIPE) as process:
+        with sidecar(short_dir) as first:
+            until_ready(process)
+            wait_until(lambda: TrialFiles(short_dir).numbers == [0], what="the tick")
+            first.kill()
+            first.wait()
+        with sidecar(short_dir):
+            _, said = process.communicate("end\n", timeout=scaled(30))
+    assert (process.returncode, said) == (0, "")
+    files = TrialFiles(short_dir)
+    assert files.numbers == [0]
+    assert b'"zbus_end"' in files.main.read_bytes()
+    assert not files.spill.exists()
+
+
 def test_a_second_sidecar_is_refused(short_dir: Path):
     """Two sidecars of one trial would write the same files: the second one says who is there and ends."""
     import sys

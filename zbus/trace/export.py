@@ -222,6 +222,9 @@ class Exporter:
             return encode_event(event)
 
         self._take_answers(0.0, lambda: True)
+        self._next_look = 0.0
+        if self._look_again():  # restarted while this process had nothing to say
+            self.greet(_HELLO_S)
         with self._lock:
             point = self._clocks.finish() if self._outbox.alive else None
             if point is not None:
@@ -268,17 +271,19 @@ class Exporter:
         self._factory.connect(self._socket, near[0])  # one: a DEALER with two would spread its messages over both
         self._record = record
 
-    def _look_again(self) -> None:
-        """Look, once a second, whether the sidecar is somewhere else by now."""
+    def _look_again(self) -> bool:
+        """Look, once a second, whether the sidecar is somewhere else by now; return whether we turned to it."""
         now = time.monotonic()
         if now < self._next_look:
-            return
+            return False
         self._next_look = now + 1.0
         record = sidecar_record(self._registry)
         if record is not None and record.endpoints and record != self._record:
             self._socket.close(0)
             self._clocks = ClockFilter()
             self._connect(record)
+            return True
+        return False
 
     def _say(self, message: wire.ToSidecar, payload: bytes | None = None) -> bool:
         frames = [wire.encode(message)] if payload is None else [wire.encode(message), payload]

@@ -209,7 +209,8 @@ class Outbox:
     # -- from the sidecar --------------------------------------------------------------------------------------------
 
     def reconnected(self) -> None:
-        """Note that the connection is a new one: what was under way may be lost with the old one."""
+        """Note that the connection is a new one, to somebody who does not know us yet."""
+        self.alive = False
         self.sent.clear()
 
     def on_message(self, message: wire.FromSidecar) -> None:
