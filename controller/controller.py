@@ -61,6 +61,7 @@ log = logging.getLogger("zbus.controller")
 
 _STOP_ACK_S: Final = 2.0
 _GUEST_S: Final = 5.0
+_THREADS_S: Final = 0.5
 
 Entry = tuple[JobRecord, Sequence[Any], Mapping[str, Any]]
 """A role's job with the engine's arguments."""
@@ -361,7 +362,7 @@ class Controller:
             made,
             create_timeout_s=config.rpc.create_timeout,
             read_journal=self._read_journal,
-            stacks=Stacks(self.trial, lambda ranks: ask_agents(client, records, ranks)),
+            stacks=Stacks(self.trial, lambda ranks: ask_agents(client, records, ranks), self._threads_of),
             patience=Patience(config.rpc.stuck_after, config.rpc.stuck_factor),
         )
         closers.callback(members.close)
@@ -547,6 +548,17 @@ class Controller:
             return {}
         ready = [peer for peer in self._rosters[role].peers() if peer.state is PeerState.READY]
         return _ask(client, ready, method, args, timeout)
+
+    def _threads_of(self, record: WorkerRecord) -> str:
+        """Return the stacks of all threads of a rank, as far as it answers."""
+        client, members = self._client, self._members
+        peer = None if members is None else members.peer_of(record)
+        if client is None or peer is None:
+            return ""
+        try:
+            return str(_ask(client, [peer], "zbus.threads", (), _THREADS_S).get(peer.name, ""))
+        except ZbusError:  # it went meanwhile
+            return ""
 
     def _adopt(self, name: WorkerName, session: bytes, lane: str, seq: int) -> Any:
         client = self._client

@@ -242,6 +242,14 @@ class Members:
         """Take a state change of the client. Under its lock."""
         self._inbox.put(lambda: self._state(peer, state))
 
+    def peer_of(self, record: WorkerRecord) -> Peer | None:
+        """Return the connection to one start of a rank while it is the current one and answers. Any thread."""
+        role = self.roles.get(record.role)
+        member = None if role is None or record.rank >= len(role.members) else role.members[record.rank]
+        peer = None if member is None or member.record is None else member.peer
+        there = peer is not None and peer.incarnation == record.incarnation and peer.state is PeerState.READY
+        return peer if there else None
+
     def phase_of(self, name: str) -> str:
         """Return the phase of ``role/rank``."""
         role, _, rank = name.rpartition("/")

@@ -2,7 +2,8 @@
 
 Every worker is armed for SIGUSR2 (``zbus.runtime.host``): a C handler appends the stack of its main thread to
 ``stacks/<role>.<rank>.<start>.txt``. A rank of this kernel is signalled from here, held by pid and start time; for one
-elsewhere its agent is asked (``zbus.dump_stacks``) and the file is read in the shared trial directory.
+elsewhere its agent is asked (``zbus.dump_stacks``) and the file is read in the shared trial directory. Where the main
+thread runs no endpoint, the rank is asked over ``ctl`` for its other threads: the call may be in one of them.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ _MOST_READ: Final = 1 << 20
 _MOST_DUMPS: Final = 4096
 _MOST_FRAMES: Final = 4
 
+_IDLE: Final = "no code of the engine: it waits in the bus, or in a coroutine"
+
 _HEAD: Final = re.compile(r"^(?:Stack |(?:Current thread|Thread) 0x[0-9a-f]+ .*)\(most recent call first\):$")
 _FRAME: Final = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _HERE: Final = Path(__file__).resolve().parent.parent
@@ -89,9 +92,9 @@ def place_of(text: str) -> str:
         return ""
     # The interpreter lists the main thread last.
     best = max(enumerate(threads), key=lambda item: (_serves(item[1]), bool(_engine(item[1])), item[0]))[1]
-    engine = _engine(best)
+    engine = _engine(best) if _serves(best) else _own_code(best)
     if not engine:
-        return "no code of the engine: it waits in the bus, or in a coroutine"
+        return _IDLE
     innermost, *callers = engine[:_MOST_FRAMES]
     words = " < ".join([_words(innermost), *map(_short, callers)])
     return words if best[0] == innermost else f"{words} (in {_short(best[0])})"
@@ -113,9 +116,12 @@ def _serves(frames: Sequence[Place]) -> bool:
 
 def _engine(frames: Sequence[Place]) -> list[Place]:
     """Return the frames of the user's code; where all is installed, those of the packages."""
+    return _own_code(frames) or [f for f in frames if _PACKAGED.search(f[0]) and not _OWN.search(f[0])]
+
+
+def _own_code(frames: Sequence[Place]) -> list[Place]:
     foreign = [frame for frame in frames if not _OWN.search(frame[0])]
-    mine = [frame for frame in foreign if not _PACKAGED.search(frame[0]) and not _STDLIB.search(frame[0])]
-    return mine or [frame for frame in foreign if _PACKAGED.search(frame[0])]
+    return [frame for frame in foreign if not _PACKAGED.search(frame[0]) and not _STDLIB.search(frame[0])]
 
 
 def _words(frame: Place) -> str:
@@ -142,13 +148,18 @@ class Stacks:
     Args:
         trial: Where the files are.
         ask_agents: Has the ranks of other hosts dump their stacks; returns those that were told to.
+        ask_rank: Returns the stacks of all threads of a rank, by its own word; empty where it does not answer soon.
     """
 
     def __init__(
-        self, trial: TrialDir, ask_agents: Callable[[Sequence[WorkerRecord]], set[int]] = lambda _: set()
+        self,
+        trial: TrialDir,
+        ask_agents: Callable[[Sequence[WorkerRecord]], set[int]] = lambda _: set(),
+        ask_rank: Callable[[WorkerRecord], str] = lambda _: "",
     ) -> None:
         self._trial = trial
         self._ask_agents = ask_agents
+        self._ask_rank = ask_rank
         self._dumps: dict[int, Dump] = {}
         self._pending: set[int] = set()
         self._changed = threading.Condition()
@@ -227,6 +238,8 @@ class Stacks:
                 if file.complete():
                     del waiting[incarnation]
                     place = place_of(file.text()) or "unknown: its stacks cannot be read"
+                    if place == _IDLE and not self._closed:
+                        place = place_of(self._ask_rank(record)) or place
                     self._keep(record, place, self._trial.relative(file.path))
         for record in batch:
             if why := reasons.get(record.incarnation):

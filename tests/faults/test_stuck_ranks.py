@@ -117,6 +117,24 @@ def test_a_stuck_rank_is_logged_while_its_call_goes_on(settled: Controller, capl
     assert "; all threads in stacks/actor.5.0.txt" in words
 
 
+def test_a_blocked_event_loop_is_told_as_stuck_and_ends_nobody(
+    settled: Controller, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Row 16: an async method that sleeps blocks its loop; ``ctl`` and the main lane are answered, its call ends OK."""
+    rank = settled.group("actor")[7]
+    with caplog.at_level(logging.WARNING, "zbus.members"):
+        future = rank.doze.submit(scaled(3.0))
+        wait_until(lambda: future.outcomes()[0].state.startswith("running"), what="the call to run")
+        behind = rank.quick.submit()
+        assert WorkerName("actor", 7) in settled.statuses(scaled(2))
+        assert rank.options(deadline=scaled(2)).count() >= 0
+        assert not behind.done()
+        wait_until(lambda: log_places(caplog), what="the report of the stuck rank")
+        assert (future.result(), behind.result()) == (7, 7)
+    assert "actor/7 has not answered `doze`" in log_places(caplog)
+    assert line_of("blocks the loop here  # noqa: ASYNC251") in log_places(caplog)
+
+
 def test_a_stopped_rank_is_told_as_stopped_and_not_killed(settled: Controller) -> None:
     """SIGSTOP: no stacks can come; the error says so, and after SIGCONT the rank serves on."""
     pid = settled.statuses(scaled(10))[WorkerName("actor", 2)]["pid"]

@@ -42,6 +42,9 @@ __all__ = [
 _NS: Final = 1_000_000_000
 _LOOK_AGAIN_NS: Final = (20_000_000, 80_000_000, 320_000_000)
 _MAX_LOOKS: Final = 10_000
+_UNSEEN_LEASE_S: Final = 10.0
+"""How long an agent's lease may take to be seen: it is written before its record, but names lag on some disks."""
+
 
 Incarnated = tuple[str, int, int]
 """(role, rank, incarnation)."""
@@ -399,13 +402,15 @@ class DirectoryState:
         return events
 
     def leases(self, leases: Mapping[str, Lease], now_ns: int) -> list[Event]:
-        """Take one look at the leases."""
+        """Take one look at the leases. An agent without one is silent from the first look at it."""
+        for agent in self._agents.keys() - leases.keys():
+            self._observer.expect(agent, _UNSEEN_LEASE_S, now_ns)
         self._observer.observe(leases, now_ns)
         shortest = min((lease.ttl_s for lease in leases.values()), default=None)
         self._lease_period_ns = None if shortest is None else int(shortest * _NS / 3)
         self._next_leases_ns = min(self._next_leases_ns, now_ns + self._lease_look_ns())
         events: list[Event] = []
-        for holder in leases.keys() | self._lease_states.keys():
+        for holder in leases.keys() | self._lease_states.keys() | self._agents.keys():
             events += self._judge(holder)
         return events
 

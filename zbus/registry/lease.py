@@ -141,6 +141,11 @@ class LeaseObserver:
             if holder not in leases:
                 _age(watched, now_ns)
 
+    def expect(self, holder: str, ttl_s: float, now_ns: int) -> None:
+        """Watch a holder that ought to have a lease: one that never writes it is silent from now on. Before a look."""
+        if holder not in self._watched:
+            self._watched[holder] = _Watched(-1, int(ttl_s * _NS), now_ns)
+
     def state(self, holder: str) -> LeaseState:
         """Return what the looks so far say about a holder."""
         watched = self._watched.get(holder)

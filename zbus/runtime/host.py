@@ -262,6 +262,7 @@ class _Host:
             "ctl:zbus.describe": self._engine_facts,
             "ctl:zbus.stop": self._asked_to_stop,
             "ctl:zbus.stacks": self._stack_text,
+            "ctl:zbus.threads": self._threads_text,
             "ctl:zbus.orphans": self._orphans,
             "ctl:zbus.adopt": self._adopt,
             "ctl:zbus.config_perf_tracer": self._config_tracer,
@@ -456,6 +457,22 @@ class _Host:
         self._stacks = path.open("a", encoding="utf-8")
         faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=False)
         faulthandler.enable(file=sys.stderr, all_threads=True)
+
+    def _threads_text(self) -> str:
+        """Add the stacks of all threads to the file that SIGUSR2 writes to, in its format; return them."""
+        import traceback
+
+        parts = []
+        for ident, frame in sys._current_frames().items():  # documented for such uses  # noqa: SLF001
+            lines = [f"Thread 0x{ident:016x} (most recent call first):"]
+            found = reversed(traceback.extract_stack(frame))
+            lines += [f'  File "{one.filename}", line {one.lineno} in {one.name}' for one in found]
+            parts.append("\n".join(lines))
+        text = "\n\n".join(parts) + "\n"
+        if self._stacks is not None:
+            self._stacks.write(text)
+            self._stacks.flush()
+        return text
 
     def _stack_text(self) -> str:
         frames = sys._current_frames()  # the documented way to see other threads  # noqa: SLF001

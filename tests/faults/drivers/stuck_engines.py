@@ -7,7 +7,7 @@ import threading
 import time
 
 import zbus
-from zbus import Everywhere, PerRank
+from zbus import AnyOne, Everywhere, PerRank
 
 
 class Stuck(zbus.Engine):
@@ -40,6 +40,16 @@ class Stuck(zbus.Engine):
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure")
     def count(self) -> int:
         return self.ran
+
+    @zbus.endpoint(AnyOne(), lane="gen", concurrency=4)
+    async def doze(self, seconds: float) -> int:
+        """Block the event loop of all async methods, as one must not."""
+        time.sleep(seconds)  # blocks the loop here  # noqa: ASYNC251
+        return self.ctx.rank
+
+    @zbus.endpoint(AnyOne(), lane="gen", concurrency=4)
+    async def quick(self) -> int:
+        return self.ctx.rank
 
     def in_sleep(self, seconds: float) -> None:
         time.sleep(seconds)  # sleeps here

@@ -9,9 +9,9 @@ TESTS = Path(__file__).resolve().parents[2]
 WANTED = "1-8 10-12 14 15 18-24 27-33 36-39 46 57 59 60"
 FAULT_ROWS = "1-53 55-76"
 REPORTS = "1-35"
-OPEN_ROWS = "16 35 62 64 75 76"
+OPEN_ROWS = "62 64 75 76"
 """Rows of the fault list that may be missing, because no test covers them yet."""
-OPEN_REPORTS = "11 16-18 25"
+OPEN_REPORTS = ""
 
 
 def numbers(text: str) -> list[int]:
