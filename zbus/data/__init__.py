@@ -1,1 +1,1 @@
-"""Bulk data off the call path: shared memory and refs (a later part; nothing lives here yet)."""
+"""Bulk data off the call path: arrays of one host go through shared memory, and only their whereabouts travel."""

@@ -1,0 +1,318 @@
+"""Arrays in shared memory, between real processes: seen whole, used again in time, lost with nobody."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import numpy as np
+import pytest
+
+from data_peer import digest, reading
+from waiting import wait_until
+from zbus.codec import decode, encode
+from zbus.data.courier import Courier
+from zbus.data.lease import DESCRIPTOR, MAGIC, Lease
+from zbus.data.presence import lives, sweep
+from zbus.errors import CodecError
+
+SIZE = 1 << 20
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Return a root of its own: a directory with no other processes of this user."""
+    return tmp_path / "shared"
+
+
+@pytest.fixture
+def courier(root):
+    """Return this process's courier."""
+    made = Courier.enter(64 << 20, root)
+    yield made
+    made.leave()
+
+
+def lend(courier, reader, data):
+    """Lend an array to a reader."""
+    keep = courier.keeper([reader.token], snapshot=True)
+    (_, frame) = courier.addressed([b"", keep(memoryview(data))], reader.token)
+    assert type(frame) is Lease
+    return frame
+
+
+def files(courier, root):
+    """Return the names of the slots."""
+    return sorted(entry.name for entry in (root / courier.token).iterdir() if entry.name[0].isdigit())
+
+
+def test_a_reader_sees_what_was_lent_and_the_memory_is_used_again(courier, root):
+    """One slot serves a thousand arrays, one after the other, each seen as it was sent."""
+    with reading(root) as reader:
+        for number in range(200):
+            data = np.full(SIZE, number % 251, np.uint8)
+            frame = lend(courier, reader, data)
+            assert reader.open(frame, courier.token) == digest(data)
+            assert reader.ask("drop") == "dropped"
+            del frame
+        assert len(files(courier, root)) == 1
+        assert courier.statistics()["shared_lent_bytes"] == 0
+
+
+def test_a_view_that_is_kept_never_sees_other_bytes(courier, root):
+    """As long as a reader has an array, its memory is not used for another."""
+    with reading(root) as reader:
+        first = np.arange(SIZE, dtype=np.uint8)
+        kept = reader.open(lend(courier, reader, first), courier.token)
+        for number in range(20):
+            lend(courier, reader, np.full(SIZE, number, np.uint8))
+        assert reader.ask("hash") == kept == digest(first)
+        assert len(files(courier, root)) == 2
+
+
+def test_an_array_of_the_codec_keeps_its_memory(courier, root):
+    """What a user holds is a view of a view of a view; each of them keeps the memory lent."""
+    other = Courier.enter(64 << 20, root)
+    try:
+        data = np.arange(SIZE // 4, dtype=np.float32).reshape(-1, 64)
+        keep = courier.keeper([other.token], snapshot=True)
+        frames = courier.addressed(encode({"x": data}, keep=keep), other.token)
+        array = decode(other.opened([bytes(frame) for frame in frames], courier.token))["x"][3:9].T
+        del frames
+        for number in range(4):
+            keep(memoryview(np.full(SIZE, number, np.uint8)))
+        assert np.array_equal(array, data[3:9].T)
+        assert not array.flags.writeable
+        del array
+        assert courier.statistics()["shared_lent_bytes"] == 0
+    finally:
+        other.leave()
+
+
+def test_a_lease_keeps_what_may_be_sent_again(courier, root):
+    """Until the call is over its array stays, read or not, so a retransmission shows the same bytes."""
+    with reading(root) as reader:
+        first = np.arange(SIZE, dtype=np.uint8)
+        frame = lend(courier, reader, first)
+        reader.open(frame, courier.token)
+        reader.ask("drop")
+        for number in range(5):
+            lend(courier, reader, np.full(SIZE, number, np.uint8))
+        assert reader.open(frame, courier.token) == digest(first)
+
+
+def test_what_comes_late_is_refused_and_never_misread(courier, root):
+    """A copy of a message whose call is over cannot open the slot of another."""
+    with reading(root) as reader:
+        late = bytes(lend(courier, reader, np.zeros(SIZE, np.uint8)))
+        frame = lend(courier, reader, np.ones(SIZE, np.uint8))
+        assert reader.open(frame, courier.token) == digest(np.ones(SIZE, np.uint8))
+        assert "came too late" in reader.open(late, courier.token)
+        del frame
+        lend(courier, reader, np.full(SIZE, 9, np.uint8))
+        assert reader.ask("hash") == digest(np.ones(SIZE, np.uint8)), "the late copy gave nothing of ours away"
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [(0, 0, 0, 0), (5, 1, 1, SIZE), (1 << 31, 1, 1, SIZE), (0, 2, 1, SIZE), (0, 1, 9, SIZE), (0, 1, 1, 1 << 40)],
+)
+def test_a_name_of_nothing_is_an_error(courier, root, numbers):
+    """What names no slot, no generation of it, or more bytes than it has, is refused."""
+    with reading(root) as reader:
+        frame = lend(courier, reader, np.zeros(SIZE, np.uint8))
+        assert reader.open(DESCRIPTOR.pack(MAGIC, *numbers), courier.token).startswith("error")
+        assert reader.open(frame, courier.token) == digest(np.zeros(SIZE, np.uint8))
+
+
+def test_a_short_frame_that_is_no_name_is_left_to_the_decoder(courier, root):
+    """Frames that do not begin as a name does are none of ours."""
+    with reading(root) as reader:
+        for junk in (bytes(32), b"z", b"zshm", b"zshm" + bytes(29)):
+            assert reader.open(junk, courier.token) == digest(junk)
+
+
+def test_a_reader_that_is_killed_holds_nothing_back(courier, root):
+    """What a dead reader had open is used again as soon as memory is needed."""
+    with reading(root) as reader:
+        reader.open(lend(courier, reader, np.zeros(40 << 20, np.uint8)), courier.token)
+        with reading(root) as other:
+            keep = courier.keeper([other.token], snapshot=True)
+            assert type(keep(memoryview(np.zeros(40 << 20, np.uint8)))) is bytes, "no room: it goes in the message"
+            reader.process.send_signal(signal.SIGKILL)
+            reader.process.wait()
+            assert type(keep(memoryview(np.zeros(40 << 20, np.uint8)))) is Lease
+
+
+def test_one_copy_serves_all_readers(courier, root):
+    """A message to three processes takes one slot, which is free when the last has let go."""
+    with reading(root) as one, reading(root) as two, reading(root) as three:
+        data = np.arange(SIZE, dtype=np.uint8)
+        frame = lend(courier, one, data)
+        for reader in (two, three):
+            assert courier.addressed([b"", frame], reader.token)[1] is frame
+        assert {reader.open(frame, courier.token) for reader in (one, two, three)} == {digest(data)}
+        del frame
+        for reader in (three, one):
+            reader.ask("drop")
+            assert courier.statistics()["shared_lent_bytes"]
+        two.ask("drop")
+        assert courier.statistics()["shared_lent_bytes"] == 0
+
+
+def test_a_peer_elsewhere_gets_the_bytes_themselves(courier, root):
+    """A process that does not see our memory is sent frames, also of what is already lent to others."""
+    with reading(root) as reader:
+        data = np.arange(SIZE, dtype=np.uint8)
+        frame = lend(courier, reader, data)
+        (_, plain) = courier.addressed([b"", frame], "0123456789abcdef")
+        assert bytes(plain) == data.tobytes()
+        del frame
+        gc.collect()
+        lend(courier, reader, np.zeros(SIZE, np.uint8))
+        assert bytes(plain) == data.tobytes(), "the view keeps the lease"
+
+
+def test_a_name_from_outside_opens_no_path(courier):
+    """What a peer calls its memory is a name of our own making or nothing."""
+    for name in ("../../etc", "/etc/passwd", "", ".", "0123456789ABCDEF", "0123456789abcdef/..", 7, None):
+        assert not courier.is_near(name)
+
+
+def test_leftovers_of_the_killed_are_swept_and_of_the_living_not(root, courier):
+    """A killed process's directory goes with the next look; a living one's never does."""
+    with reading(root) as reader:
+        assert sweep(root) == 0
+        reader.process.kill()
+        reader.process.wait()
+        assert not lives(root, reader.token)
+        assert sweep(root) == 1
+        assert [entry.name for entry in root.iterdir()] == [courier.token]
+
+
+def test_a_forked_child_neither_keeps_nor_removes(root):
+    """A child that outlives its parent does not make the parent look alive, and its end removes nothing."""
+    script = textwrap.dedent(f"""
+        import os, sys, time
+        from pathlib import Path
+        from zbus.data.courier import Courier
+        courier = Courier.enter(root=Path({str(root)!r}))
+        if os.fork() == 0:
+            courier.leave()
+            print(courier.token, os.getpid(), os.path.exists({str(root)!r} + "/" + courier.token), flush=True)
+            os.setsid()
+            time.sleep(600)
+        os.waitid(os.P_ALL, 0, os.WEXITED)
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    token, child, there = parent.stdout.readline().split()
+    try:
+        assert there == "True"
+        assert lives(root, token)
+        parent.kill()
+        parent.wait()
+        wait_until(lambda: not lives(root, token), what="the parent's lock to go")
+        assert sweep(root) == 1
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+        parent.stdout.close()
+
+
+def test_no_room_is_told_once_and_costs_only_speed(root, caplog):
+    """What does not fit goes in the message; one warning says so and names the key."""
+    courier = Courier.enter(1 << 20, root)
+    try:
+        with reading(root) as reader:
+            keep = courier.keeper([reader.token], snapshot=True)
+            data = np.arange(4 << 20, dtype=np.uint8)
+            assert keep(memoryview(data)) == data.tobytes()
+            assert keep(memoryview(data)) == data.tobytes()
+            warnings = [record.getMessage() for record in caplog.records]
+            assert len(warnings) == 1
+            assert "data.shared_memory" in warnings[0]
+            assert courier.statistics()["shared_refused"] == 2
+    finally:
+        courier.leave()
+
+
+def test_without_shared_memory_everything_travels_in_messages(tmp_path):
+    """A limit of 0, or a place that cannot be used, switches it off without an error."""
+    for courier in (Courier.enter(0, tmp_path / "a"), Courier.enter(1 << 20, tmp_path / "missing" / "b")):
+        assert (courier.token, courier.keeper(["0123456789abcdef"], snapshot=True)) == ("", None)
+        assert courier.opened([b"x", b"y" * 32], "0123456789abcdef") == [b"x", b"y" * 32]
+        courier.leave()
+
+
+def test_a_directory_that_others_may_read_is_not_used(tmp_path):
+    """Memory is lent in a private directory or not at all."""
+    root = tmp_path / "open"
+    root.mkdir(mode=0o755)
+    root.chmod(0o755)
+    assert Courier.enter(1 << 20, root).token == ""
+
+
+def test_many_threads_lend_and_drop_at_once(courier, root):
+    """Eight threads, one reader: every array arrives as it was sent."""
+    with reading(root) as reader:
+        lock, failed = threading.Lock(), []
+
+        def run(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            for _ in range(40):
+                data = rng.integers(0, 256, int(rng.integers(1 << 16, 1 << 19)), np.uint8)
+                frame = lend(courier, reader, data)
+                with lock:
+                    if reader.open(frame, courier.token) != digest(data):
+                        failed.append(seed)
+                    if rng.random() < 0.5:
+                        reader.ask("drop")
+
+        threads = [threading.Thread(target=run, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed
+
+
+def test_a_private_copy_is_writable_and_nobody_elses(root, courier):
+    """What must be writable gets memory of its own, large or small, and the owner's stays as it is."""
+    other = Courier.enter(64 << 20, root)
+    try:
+        for size in (1 << 17, 1 << 23):
+            data = np.arange(size, dtype=np.uint8)
+            keep = courier.keeper([other.token], snapshot=True)
+            frames = courier.addressed([b"", keep(memoryview(data))], other.token)
+            (_, lent) = other.opened([b"", bytes(frames[1])], courier.token)
+            with pytest.raises(TypeError):
+                lent[0] = 1
+            private = lent.obj.private()
+            private[0] = 99
+            assert bytes(private[1:]) == data[1:].tobytes()
+            assert lent[0] == 0
+            del lent, private
+    finally:
+        other.leave()
+
+
+def test_an_owner_that_is_gone_leaves_readers_what_they_have(root):
+    """Its directory is removed; what was opened before stays readable, what was not cannot be opened."""
+    owner = Courier.enter(64 << 20, root)
+    reader = Courier.enter(64 << 20, root)
+    try:
+        data = np.arange(SIZE, dtype=np.uint8)
+        keep = owner.keeper([reader.token], snapshot=True)
+        first, second = (owner.addressed([b"", keep(memoryview(data))], reader.token)[1] for _ in range(2))
+        (_, lent) = reader.opened([b"", bytes(first)], owner.token)
+        owner.leave()
+        assert bytes(lent) == data.tobytes()
+        with pytest.raises(CodecError, match="cannot be opened"):
+            reader.opened([b"", bytes(second)], owner.token)
+        assert bytes(lent.obj.private()) == data.tobytes()
+    finally:
+        owner.leave()
+        reader.leave()

@@ -1,0 +1,230 @@
+"""The owner's side: files in shared memory, lent out with the bytes of arrays, used again when every reader let go."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from zbus.data.lease import DESCRIPTOR, MAGIC, Lease
+from zbus.data.pool import Pool, Slot
+from zbus.data.presence import Presence, lives
+from zbus.data.views import keeping
+
+__all__ = ["COLUMNS", "LEDGER", "READER", "ROWS", "SHARED_FROM", "Arena"]
+
+log = logging.getLogger("zbus.data")
+
+SHARED_FROM: Final = 1 << 16
+"""Bytes from which an array goes through shared memory; below, frames are as quick."""
+
+ROWS: Final = 1024
+COLUMNS: Final = 2048
+LEDGER: Final = "ledger"
+READER: Final = "reader."
+"""Before a reader's token: the file that tells it its column."""
+
+_IDLE_NS: Final = 60_000_000_000
+"""Slots unused for so long are given back to the system."""
+
+_OWNER: Final = 0
+"""The column in which the owner writes a slot's current generation."""
+
+
+class _Cells:
+    """The table, in a file of our directory."""
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, ROWS * COLUMNS * 8)  # sparse: only lines in use take memory
+            self._cells = memoryview(mmap.mmap(descriptor, ROWS * COLUMNS * 8)).cast("Q")
+        finally:
+            os.close(descriptor)
+        self._fence = threading.Lock()
+
+    def cell(self, row: int, column: int) -> int:
+        return self._cells[row * COLUMNS + column]
+
+    def close(self, row: int) -> None:
+        self.let_open(row, 0)
+        with self._fence:  # an atomic operation of the processor: what is read next is read after the store above
+            pass
+
+    def let_open(self, row: int, generation: int) -> None:
+        self._cells[row * COLUMNS + _OWNER] = generation
+
+
+class Arena:
+    """What this process lends. Any thread may call; a forked child must not.
+
+    Args:
+        presence: This process's directory.
+        limit: Most bytes at once.
+    """
+
+    def __init__(self, presence: Presence, limit: int) -> None:
+        self._presence = presence
+        self._cells = _Cells(presence.path / LEDGER)
+        self._pool = Pool(limit, ROWS, self._cells)
+        self._lock = threading.Lock()
+        self._maps: dict[int, mmap.mmap] = {}
+        self._columns: dict[str, int] = {}
+        self._free_columns = list(range(COLUMNS - 1, _OWNER, -1))
+        self._dropped: deque[tuple[int, int]] = deque()
+        self._warned = False
+        self.refused = 0
+
+    # -- lending -------------------------------------------------------------------------------------------------------
+
+    def lend(self, data: memoryview | bytes) -> Lease | None:
+        """Copy ``data``, which is contiguous, into a slot that nobody may read yet; None if there is no room."""
+        source = np.frombuffer(data, np.uint8)
+        taken = self._take(source.nbytes)
+        if taken is None:
+            return None
+        slot, memory = taken
+        np.copyto(memory[: source.nbytes], source)  # without the interpreter's lock
+        text = DESCRIPTOR.pack(MAGIC, slot.row, slot.birth, slot.generation, source.nbytes)
+        return Lease(text, source.nbytes, self, slot.row, slot.generation)
+
+    def _take(self, nbytes: int) -> tuple[Slot, np.ndarray[Any, Any]] | None:
+        """Return a slot to fill, with one lease that nobody holds yet."""
+        with self._lock:
+            now = time.monotonic_ns()
+            self._take_back()
+            pool = self._pool
+            slot = pool.take(nbytes, now)
+            if slot is None and self._bury(pool.awaited()):
+                slot = pool.take(nbytes, now)
+            if slot is None:
+                slot = self._make(nbytes)
+            for idle in pool.idle(now - _IDLE_NS):
+                self._remove(pool.forget(idle))
+            if slot is None:
+                self._refuse(nbytes)
+                return None
+            self._cells.let_open(slot.row, slot.generation)
+            return slot, np.frombuffer(self._maps[slot.row], np.uint8)
+
+    def address(self, lease: Lease, reader: str) -> bool:
+        """Let the process of a token read what is lent; False if that cannot be.
+
+        A reader that is not known yet costs a small file.
+        """
+        with self._lock:
+            slot = self._pool.slots.get(lease.row)
+            if lease.arena is not self or slot is None or slot.generation != lease.generation:
+                return False
+            try:
+                slot.readers.add(self._column(reader))
+            except OSError:
+                return False
+            return True
+
+    def view(self, lease: Lease) -> memoryview:
+        """Return the bytes of a lease of ours, read-only; the lease lives as long as they do."""
+        return keeping(self._maps[lease.row], lease.nbytes, lease).data.toreadonly()
+
+    def dropped(self, row: int, generation: int) -> None:
+        """A lease is gone. From any thread, also out of the garbage collector, so it takes no lock."""
+        self._dropped.append((row, generation))
+
+    def died(self, reader: str) -> None:
+        """Take back what a reader had open, if its process is really gone."""
+        with self._lock:
+            if reader in self._columns:
+                self._bury({self._columns[reader]})
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> dict[str, int]:
+        """Return bytes held, bytes in use, number of slots, and how often there was no room."""
+        with self._lock:
+            self._take_back()
+            self._pool.collect(time.monotonic_ns())
+            return {
+                "shared_bytes": self._pool.total,
+                "shared_lent_bytes": self._pool.lent,
+                "shared_slots": len(self._pool.slots),
+                "shared_refused": self.refused,
+            }
+
+    def close(self) -> None:
+        """Forget everything; the files go with the presence. Views that peers have stay readable."""
+        with self._lock:
+            self._pool = Pool(0, 1, self._cells)
+            self._maps.clear()  # the memory goes with the last view of it
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _take_back(self) -> None:
+        dropped = self._dropped
+        while dropped:
+            self._pool.drop(*dropped.popleft())
+
+    def _column(self, reader: str) -> int:
+        column = self._columns.get(reader)
+        if column is None:
+            if not self._free_columns:
+                self._bury(set(self._columns.values()))
+            column = self._free_columns.pop()
+            (self._presence.path / f"{READER}{reader}").write_text(str(column), encoding="ascii")
+            self._columns[reader] = column
+        return column
+
+    def _bury(self, columns: set[int]) -> bool:
+        """Forget those readers that are gone; tell whether there were any."""
+        root = self._presence.path.parent
+        gone = [token for token, column in self._columns.items() if column in columns and not lives(root, token)]
+        for token in gone:
+            column = self._columns.pop(token)
+            (self._presence.path / f"{READER}{token}").unlink(missing_ok=True)
+            self._pool.died(column)
+            self._free_columns.append(column)
+        return bool(gone)
+
+    def _make(self, nbytes: int) -> Slot | None:
+        gone, slot = self._pool.grow(nbytes)
+        for old in gone:
+            self._remove(old)
+        if slot is None:
+            return None
+        path = self._presence.path / f"{slot.row}.{slot.birth}"
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                # Without this a full file system is a SIGBUS at the first touch instead of an error here.
+                os.posix_fallocate(descriptor, 0, slot.size)
+                mapped = mmap.mmap(descriptor, slot.size)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            path.unlink(missing_ok=True)
+            self._pool.drop(slot.row, slot.generation)
+            self._pool.collect(0)
+            self._pool.forget(slot)
+            return None
+        self._maps[slot.row] = mapped
+        return slot
+
+    def _remove(self, slot: Slot) -> None:
+        self._maps.pop(slot.row, None)
+        (self._presence.path / f"{slot.row}.{slot.birth}").unlink(missing_ok=True)
+
+    def _refuse(self, nbytes: int) -> None:
+        self.refused += 1
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "no room for an array of %d bytes in shared memory (%s holds %d of at most %d): arrays go through "
+                "sockets, which is slower. More room: data.shared_memory, or a larger /dev/shm",
+                nbytes, self._presence.path, self._pool.total, self._pool.limit,
+            )  # fmt: skip

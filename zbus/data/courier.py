@@ -1,0 +1,191 @@
+"""Both sides of one process: large arrays of a message leave as leases where all their readers are on this host.
+
+Frames in, frames out: ``keeper`` makes what the encoder puts in place of an array, ``addressed`` lets a peer read it,
+``opened`` turns received frames into ones the decoder can read. Which peers are on this host is not guessed from names:
+a peer is, if the directory it named in the handshake stands in our own shared memory and its process lives.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zbus.data.lease import Lease
+from zbus.data.presence import Presence, is_token, lives, shared_root, sweep
+from zbus.errors import TransportError
+from zbus.protocol.messages import Buffer, Buffers
+
+if TYPE_CHECKING:
+    from zbus.data.arena import Arena
+    from zbus.data.loans import Loans
+
+__all__ = ["Courier", "Keep"]
+
+Keep = Callable[[memoryview | bytes], Buffer]
+"""What an encoder does with the memory of an array that does not stand in the body."""
+
+
+class Courier:
+    """Lends and opens. Any thread may call. numpy is imported with the first large array, not before.
+
+    Args:
+        presence: This process's directory; None where there is no shared memory: everything travels in frames.
+        limit: Most bytes lent at once.
+    """
+
+    def __init__(self, presence: Presence | None, limit: int) -> None:
+        self._presence = presence
+        self._limit = limit
+        self._near: dict[str, bool] = {}
+        self._answers: dict[str, Keep] = {}
+        self._making = threading.Lock()
+        self._arena_made: Arena | None = None
+        self._loans_made: Loans | None = None
+
+    @classmethod
+    def enter(cls, limit: int | None = None, root: Path | None = None) -> Courier:
+        """Take a place in this host's shared memory.
+
+        Args:
+            limit: Most bytes lent at once; None for half of the file system. 0 for none: no shared memory is used.
+            root: Directory of all processes of this user.
+        """
+        place = root or shared_root()
+        try:
+            facts = os.statvfs(place.parent)
+            most = facts.f_blocks * facts.f_frsize // 2 if limit is None else limit
+            presence = Presence.enter(place) if most else None
+        except (OSError, TransportError):
+            return cls(None, 0)
+        return cls(presence, most)
+
+    @property
+    def token(self) -> str:
+        """What peers are told; empty without shared memory."""
+        return "" if self._presence is None else self._presence.token
+
+    def is_near(self, token: object) -> bool:
+        """Tell whether a peer reads our memory and we read its."""
+        if self._presence is None or not isinstance(token, str):
+            return False
+        near = self._near.get(token)
+        if near is None:
+            root = self._presence.path.parent
+            near = self._near[token] = is_token(token) and lives(root, token)
+        return near
+
+    # -- leaving ---------------------------------------------------------------------------------------------------
+
+    def keeper(self, peers: Sequence[str], *, snapshot: bool) -> Keep | None:
+        """Return what an encoder does with large arrays; None: what it does anyway, because no peer is on this host.
+
+        Args:
+            peers: Tokens of the processes the message may go to. Each is given the right to read by ``addressed``.
+            snapshot: Copy the arrays that are not lent, so that they may be changed at once.
+        """
+        if not any(map(self.is_near, peers)):
+            return None
+        from zbus.data.arena import SHARED_FROM
+
+        def keep(data: memoryview | bytes) -> Buffer:
+            if len(data) >= SHARED_FROM:
+                lease = self._arena().lend(data)
+                if lease is not None:
+                    return lease
+            return bytes(data) if snapshot else memoryview(data)
+
+        return keep
+
+    def keeper_for(self, peer: str) -> Keep | None:
+        """Return what an encoder does with large arrays of an answer to one peer; None: it copies them."""
+        known = self._answers.get(peer)
+        lend = self.keeper([peer], snapshot=True) if known is None else None
+        if lend is None:
+            return known
+
+        def keep(data: memoryview | bytes) -> Buffer:
+            frame = lend(data)
+            return frame.arena.view(frame) if type(frame) is Lease and not frame.arena.address(frame, peer) else frame
+
+        self._answers[peer] = keep
+        return keep
+
+    def addressed(self, frames: Buffers, peer: str) -> Buffers:
+        """Return frames that one more peer can open: the same on this host, else with the bytes themselves."""
+        if self._arena_made is None:
+            return frames
+        leases = [frame for frame in frames if type(frame) is Lease]
+        if not leases or (self.is_near(peer) and all(self._arena_made.address(lease, peer) for lease in leases)):
+            return frames
+        return self.in_full(frames)
+
+    @staticmethod
+    def in_full(frames: Buffers) -> Buffers:
+        """Return frames that anybody can read; the memory behind them stays for as long as they do."""
+        return [frame.arena.view(frame) if type(frame) is Lease else frame for frame in frames]
+
+    # -- coming ----------------------------------------------------------------------------------------------------
+
+    def opened(self, frames: Buffers, owner: str) -> Buffers:
+        """Return received frames with the arrays in place of what names them.
+
+        Raises:
+            CodecError: Something is named that is not lent to us now.
+        """
+        if len(frames) == 1 or not self.is_near(owner):
+            return frames
+        from zbus.data.loans import is_descriptor
+
+        return [
+            frame if number == 0 or not is_descriptor(frame) else self._loans().open(bytes(frame), owner).data
+            for number, frame in enumerate(frames)
+        ]
+
+    # -- the rest --------------------------------------------------------------------------------------------------
+
+    def forget(self, token: str) -> None:
+        """A peer is gone: drop what we keep of its memory, and what it left behind."""
+        if self._presence is None or not self._near.pop(token, False):
+            return
+        self._answers.pop(token, None)
+        if self._loans_made is not None:
+            self._loans_made.forget(token)
+        if self._arena_made is not None:
+            self._arena_made.died(token)
+        sweep(self._presence.path.parent)
+
+    def statistics(self) -> dict[str, int]:
+        """Return bytes held and lent here; empty if nothing ever was."""
+        return {} if self._arena_made is None else self._arena_made.statistics()
+
+    def leave(self) -> None:
+        """Remove our directory. What peers have open stays readable for them. Idempotent."""
+        if self._loans_made is not None:
+            self._loans_made.close()
+        if self._arena_made is not None:
+            self._arena_made.close()
+        if self._presence is not None:
+            self._presence.leave()
+
+    def _arena(self) -> Arena:
+        made = self._arena_made
+        if made is None:
+            from zbus.data.arena import Arena
+
+            with self._making:
+                assert self._presence is not None  # noqa: S101  # nobody is near without one
+                made = self._arena_made = self._arena_made or Arena(self._presence, self._limit)
+        return made
+
+    def _loans(self) -> Loans:
+        made = self._loans_made
+        if made is None:
+            from zbus.data.loans import Loans
+
+            with self._making:
+                assert self._presence is not None  # noqa: S101  # as above
+                made = self._loans_made = self._loans_made or Loans(self._presence.path.parent, self._presence.token)
+        return made

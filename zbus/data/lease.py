@@ -1,0 +1,51 @@
+"""What travels in place of an array: a short frame that names a slot, and keeps it for as long as it is kept itself.
+
+====== ====== =====================================================================
+offset type   meaning
+====== ====== =====================================================================
+0      4s     ``zshm``
+4      u32    row of the slot
+8      u64    birth: which file of that row
+16     u64    generation: which lending
+24     u64    bytes of the array, from the start of the slot
+====== ====== =====================================================================
+
+Little endian, 32 bytes. The codec never makes a buffer frame that short (smaller arrays stand in the body), so a frame
+of this length is one of these or an error. Whose slot it is, the frame does not say: each side opens only what its peer
+named in the handshake.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any, Final, Self
+
+if TYPE_CHECKING:
+    from zbus.data.arena import Arena
+
+__all__ = ["DESCRIPTOR", "MAGIC", "Lease"]
+
+DESCRIPTOR: Final = struct.Struct("<4sIQQQ")
+MAGIC: Final = b"zshm"
+
+
+class Lease(bytes):
+    """The frame, on its owner's side. Whoever may send it again keeps it; with the last one, the lease ends."""
+
+    nbytes: int
+    arena: Arena
+    row: int
+    generation: int
+
+    def __new__(cls, text: bytes, nbytes: int, arena: Arena, row: int, generation: int) -> Self:
+        """Make the frame; ``nbytes`` is the size of what it names."""
+        made = super().__new__(cls, text)
+        made.nbytes, made.arena, made.row, made.generation = nbytes, arena, row, generation
+        return made
+
+    def __del__(self) -> None:
+        self.arena.dropped(self.row, self.generation)
+
+    def __reduce__(self) -> Any:
+        msg = "a lease stays in its process"
+        raise TypeError(msg)

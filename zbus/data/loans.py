@@ -1,0 +1,195 @@
+"""The reader's side: lent slots, mapped once and read in place; the owner sees when the last view is gone."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from zbus.data.arena import COLUMNS, LEDGER, READER, ROWS
+from zbus.data.lease import DESCRIPTOR, MAGIC
+from zbus.data.pool import let_go, opened
+from zbus.data.views import keeping
+from zbus.errors import CodecError
+from zbus.protocol.messages import Buffer
+
+__all__ = ["Lent", "Loans", "is_descriptor"]
+
+_COPY_BELOW: Final = 1 << 21
+"""Below this a private copy costs less than a private mapping."""
+
+
+def is_descriptor(frame: Buffer) -> bool:
+    """Tell whether a received buffer names a slot instead of holding an array."""
+    return len(frame) == DESCRIPTOR.size and frame[:4] == MAGIC
+
+
+class Lent(np.ndarray[Any, Any]):
+    """Bytes of somebody else's slot, read-only. The slot is given back when this and all views of it are gone."""
+
+    source: _Source | None = None
+
+    def private(self) -> memoryview:
+        """Return the same bytes in memory that is writable and nobody else's; the slot stays lent meanwhile."""
+        source = self.source
+        if source is None or self.nbytes < _COPY_BELOW:
+            return memoryview(bytearray(self))
+        try:
+            descriptor = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:  # its owner has ended since; the mapping of this object is still good
+            return memoryview(bytearray(self))
+        try:
+            mapped = mmap.mmap(descriptor, self.nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(descriptor)
+        # Pages not written to are still the owner's: they must stay lent as long as this memory lives.
+        return keeping(mapped, self.nbytes, self).data
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    path: Path
+    birth: int
+    memory: mmap.mmap
+
+
+class _Owner:
+    """One process that lends to us."""
+
+    def __init__(self, path: Path, reader: str) -> None:
+        self.path = path
+        self.sources: dict[int, _Source] = {}
+        self.column = int((path / f"{READER}{reader}").read_text(encoding="ascii"))
+        self.fence = threading.Lock()
+        descriptor = os.open(path / LEDGER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            self.cells = memoryview(mmap.mmap(descriptor, ROWS * COLUMNS * 8)).cast("Q")
+        finally:
+            os.close(descriptor)
+
+    def source(self, row: int, birth: int) -> _Source:
+        found = self.sources.get(row)
+        if found is None or found.birth != birth:
+            path = self.path / f"{row}.{birth}"
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                mapped = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
+            finally:
+                os.close(descriptor)
+            found = self.sources[row] = _Source(path, birth, mapped)
+        return found
+
+
+class Loans:
+    """What this process has opened. Any thread may call.
+
+    Args:
+        root: Directory of all processes of this user.
+        token: Of this process.
+    """
+
+    def __init__(self, root: Path, token: str) -> None:
+        self._root = root
+        self._token = token
+        self._owners: dict[str, _Owner] = {}
+        self._open: dict[tuple[str, int], list[int]] = {}  # (owner, row): generation, how many objects of it live
+        self._gone: deque[tuple[str, int]] = deque()
+        self._lock = threading.Lock()
+
+    def open(self, frame: bytes, owner: str) -> Lent:
+        """Return the bytes that a descriptor names.
+
+        Args:
+            frame: The descriptor.
+            owner: Token of the process it came from.
+
+        Raises:
+            CodecError: It names nothing that is lent to us now.
+        """
+        magic, row, birth, generation, nbytes = DESCRIPTOR.unpack(frame)
+        if magic != MAGIC or row >= ROWS:
+            msg = "a frame came that names no array"
+            raise CodecError(msg)
+        with self._lock:
+            try:
+                place = self._owners.get(owner) or self._owners.setdefault(
+                    owner, _Owner(self._root / owner, self._token)
+                )
+                source = self._enter(place, owner, row, birth, generation)
+            except (OSError, ValueError) as error:
+                msg = f"an array in shared memory of process {owner} cannot be opened: {error}"
+                raise CodecError(msg) from error
+            lent = None
+            if source is not None:
+                lent = Lent((min(nbytes, len(source.memory)),), np.uint8, source.memory)  # see ``keeping``
+                lent.source = source
+                weakref.finalize(lent, self._finished, owner, row).atexit = False
+        self._drain()
+        if lent is None or lent.nbytes != nbytes:
+            msg = f"an array in shared memory of process {owner} came too late: its place is used again"
+            raise CodecError(msg)
+        return lent
+
+    def _enter(self, place: _Owner, owner: str, row: int, birth: int, generation: int) -> _Source | None:
+        """Count one more object of a generation; None if it may not be opened (any more)."""
+        known = self._open.get((owner, row))
+        if known is not None:
+            if known[0] != generation:  # a late copy; what we have open must stay marked as open
+                return None
+            known[1] += 1
+            return place.source(row, birth)
+        cell = row * COLUMNS + place.column
+        place.cells[cell] = opened(generation)
+        with place.fence:  # as in the arena: the owner's word is read after the store
+            pass
+        source: _Source | None = None
+        try:
+            if place.cells[row * COLUMNS] == generation:
+                source = place.source(row, birth)
+                self._open[owner, row] = [generation, 1]
+        finally:
+            if source is None:
+                place.cells[cell] = let_go(generation)
+        return source
+
+    def _finished(self, owner: str, row: int) -> None:
+        """One object is gone. On any thread, also out of the garbage collector while that thread holds the lock."""
+        self._gone.append((owner, row))
+        self._drain()
+
+    def _drain(self) -> None:
+        """Give back what is gone; whoever holds the lock now does it when it has let go of it."""
+        while self._gone and self._lock.acquire(blocking=False):
+            try:
+                while self._gone:
+                    self._leave(*self._gone.popleft())
+            finally:
+                self._lock.release()
+
+    def _leave(self, owner: str, row: int) -> None:
+        known = self._open[owner, row]
+        known[1] -= 1
+        if not known[1]:
+            del self._open[owner, row]
+            place = self._owners.get(owner)
+            if place is not None:
+                place.cells[row * COLUMNS + place.column] = let_go(known[0])
+
+    def forget(self, owner: str) -> None:
+        """Drop the mappings of a process that is gone; views that live on keep theirs."""
+        with self._lock:
+            self._owners.pop(owner, None)
+        self._drain()
+
+    def close(self) -> None:
+        """Drop all mappings; views that live on keep theirs."""
+        with self._lock:
+            self._owners.clear()
+        self._drain()

@@ -1,0 +1,25 @@
+"""Arrays over mapped memory that keep something else alive for as long as any view of them lives."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import numpy as np
+
+__all__ = ["keeping"]
+
+
+def keeping(memory: mmap.mmap, nbytes: int, keeps: object) -> np.ndarray[Any, Any]:
+    """Return the first bytes of mapped memory as an array that keeps an object alive, and so do all views of it.
+
+    It must stand directly on the mapping: numpy takes arrays of its own class out of the chain of bases of a view, and
+    with one in between it would take this out too.
+    """
+    made = _Keeping((nbytes,), np.uint8, memory)
+    made.keeps = keeps
+    return made
+
+
+class _Keeping(np.ndarray[Any, Any]):
+    keeps: object = None
