@@ -135,6 +135,8 @@ class BatchBuilder:
         ]
         deadlines = [spec.deadline_s for spec, _, _ in self._calls if spec.deadline_s is not None]
         submitted_ns = time.monotonic_ns()
+        peers = core.roster.peers()
+        keep = core.placer.keeper([peers[rank] for rank in ranks], snapshot=True)
         self._placement = placement = Placement(
             Order(
                 placer=core.placer,
@@ -142,7 +144,7 @@ class BatchBuilder:
                 ranks=list(ranks),
                 lane=self._calls[0][0].lane,
                 submitted_ns=submitted_ns,
-                payloads=encode_calls(calls, snapshot=True),
+                payloads=encode_calls(calls, snapshot=True, keep=keep),
                 encoded_ns=time.monotonic_ns(),
                 number=next(core.numbers),
                 line=core.line,

@@ -17,7 +17,7 @@ from controller.line import Line
 from controller.placement import Order, Placement
 from controller.placer import Placer, Roster, is_ready
 from controller.quick import QuickCall
-from zbus.codec import encode, encode_call, encode_plain_call, encode_plain_calls
+from zbus.codec import Keep, encode, encode_call, encode_plain_call, encode_plain_calls
 from zbus.engine import AnyOne, EndpointSpec, Everywhere, RankZero, Whole
 from zbus.errors import ConfigError, Unavailable
 from zbus.retry import DEFAULT_RETRY, NO_RETRY, RetryPolicy, TokenBucket, deadline_seconds
@@ -240,7 +240,9 @@ class Method(Generic[P, T]):
         spec = self.spec
         submitted_ns = time.monotonic_ns()
         ranks = [self._view.ranks[member] for member in spread.members]
-        payloads = encode_calls([[(spec.name, a)] for a in spread.arguments], snapshot=snapshot)
+        peers = self._view.core.roster.peers()
+        keep = self._view.core.placer.keeper([peers[rank] for rank in ranks], snapshot=snapshot)
+        payloads = encode_calls([[(spec.name, a)] for a in spread.arguments], snapshot=snapshot, keep=keep)
         order = self._order(ranks, payloads, submitted_ns)
         order.collects = collects and spec.streams
         return Placement(order)
@@ -305,24 +307,26 @@ class Method(Generic[P, T]):
         return lambda values: cast("T", collect(spec.collect, spread, ranks, values, spec.name))
 
 
-def encode_calls(calls: Sequence[Sequence[tuple[str, Arguments]]], *, snapshot: bool) -> list[Any]:
+def encode_calls(
+    calls: Sequence[Sequence[tuple[str, Arguments]]], *, snapshot: bool, keep: Keep | None = None
+) -> list[Any]:
     """Encode each member's calls; members whose arguments are the same objects share one payload."""
     if len(calls) == 1:
         if len(calls[0]) == 1:
             name, arguments = calls[0][0]
-            return [encode_call(name, *arguments, snapshot=snapshot)]
-        return [_encode_member(calls[0], snapshot=snapshot)]
+            return [encode_call(name, *arguments, snapshot=snapshot, keep=keep)]
+        return [_encode_member(calls[0], snapshot=snapshot, keep=keep)]
     made: dict[tuple[int, ...], Any] = {}
     payloads = []
     for member in calls:
         key = tuple(id(arguments) for _, arguments in member)
         if key not in made:
-            made[key] = _encode_member(member, snapshot=snapshot)
+            made[key] = _encode_member(member, snapshot=snapshot, keep=keep)
         payloads.append(made[key])
     return payloads
 
 
-def _encode_member(calls: Sequence[tuple[str, Arguments]], *, snapshot: bool) -> Any:
+def _encode_member(calls: Sequence[tuple[str, Arguments]], *, snapshot: bool, keep: Keep | None) -> Any:
     listed = [(name, *arguments) for name, arguments in calls]
     plain = encode_plain_calls(listed)
-    return plain if plain is not None else encode(list(map(list, listed)), snapshot=snapshot)
+    return plain if plain is not None else encode(list(map(list, listed)), snapshot=snapshot, keep=keep)

@@ -34,6 +34,7 @@ from controller.takeover import OrphanResult, arguments_of, refuse_living, with_
 from zbus.clock import SYSTEM_CLOCK, boot_id, clock_id, time_namespace
 from zbus.codec import decode, encode
 from zbus.config import Config, RoleConfig, TrialDir
+from zbus.data.courier import Courier
 from zbus.discovery.directory import Directory
 from zbus.errors import ConfigError, TrialError, Unavailable, ZbusError
 from zbus.ids import WorkerName, new_session
@@ -254,12 +255,15 @@ class Controller:
         return found
 
     def report(self) -> dict[str, Any]:
-        """Return figures of this session: wall seconds, roles, calls, retransmissions, probes."""
+        """Return figures of this session: wall seconds, roles, calls, retransmissions, probes, shared memory."""
         stats = {} if self._client is None else self._client.statistics()
+        carrier = None if self._client is None else self._client.carrier
+        memory = carrier.statistics() if carrier is not None else {}
         return {
             "wall_s": round(time.monotonic() - self._began, 3),
             "roles": {name: len(roster.peers()) for name, roster in self._rosters.items()},
             **stats,
+            **memory,
         }
 
     def close(self) -> None:
@@ -288,7 +292,10 @@ class Controller:
         deadline = time.monotonic() + plan.startup_timeout
         if not plan.keeps_lock:
             self._closers.callback(self.trial.unlock)
-        jobs = {name: role.to_job(name, plan.config.trace.level) for name, role in plan.roles.items()}
+        config = plan.config
+        jobs = {
+            name: role.to_job(name, config.trace.level, config.data.shared_memory) for name, role in plan.roles.items()
+        }
         records = self._open_records()
 
         def entries(epoch: int) -> dict[str, Entry]:
@@ -352,7 +359,9 @@ class Controller:
         closers.callback(_Lease(records, epoch, config.rpc.lease).stop)
         self._trace(config, epoch)
         session = bytes.fromhex(epoch.session)
-        client = self._client = Client(session=session, epoch=epoch.epoch, factory=factory)  # type: ignore[arg-type]  # a NewType of bytes
+        courier = Courier.enter(config.data.shared_memory)
+        closers.callback(courier.leave)
+        client = self._client = Client(session=session, epoch=epoch.epoch, factory=factory, carrier=courier)  # type: ignore[arg-type]  # a NewType of bytes
         closers.callback(client.close)
         self._watch_clocks(client)
         made = entries(epoch.epoch)

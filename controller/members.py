@@ -538,6 +538,8 @@ class Members:
         if member.phase == Phase.DEAD:
             return
         self._tell(member, reason, evidence)
+        if member.peer is not None:
+            self._client.forget_memory(member.peer)
         starting = member.phase != Phase.READY
         member.suspect_since = None
         if starting and member.error is None and self.roles[member.name.role].job.restart == "never":

@@ -29,7 +29,7 @@ from controller.placer import (
 from zbus.engine import Effect
 from zbus.errors import CallError, Unavailable
 from zbus.protocol.batch import BatchSlots
-from zbus.protocol.messages import Buffer, Buffers, Outcome, OutcomeKind
+from zbus.protocol.messages import Buffers, Outcome, OutcomeKind, nbytes_of
 from zbus.retry import RetryPolicy, TokenBucket
 from zbus.trace.tracer import get_tracer
 
@@ -324,8 +324,8 @@ class Placement:
             min(self._sent_ns or reply_ns, reply_ns),
             reply_ns,
             reply_ns,
-            sum(map(_nbytes, order.payloads[member])),
-            sum(map(_nbytes, outcome.payload or ())),
+            sum(map(nbytes_of, order.payloads[member])),
+            sum(map(nbytes_of, outcome.payload or ())),
             outcome.kind.value,
             self._batch,
         )
@@ -689,7 +689,3 @@ class Placement:
                     state = f"{state}, worker {peer.state.value}"
             states[order.ranks[member]] = state
         return states
-
-
-def _nbytes(frame: Buffer) -> int:
-    return frame.nbytes if isinstance(frame, memoryview) else len(frame)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from zbus.codec import Keep
 from zbus.engine import EndpointSpec, Mesh
 from zbus.ids import WorkerName
 from zbus.protocol.messages import Buffers, Outcome
@@ -103,6 +104,10 @@ class Placer(Protocol):
         Raises:
             Unavailable: A member is not ready; nothing was placed.
         """
+        ...
+
+    def keeper(self, members: Sequence[Any], *, snapshot: bool) -> Keep | None:
+        """Return what makes the frames of large arrays for a call of these members; None for frames as usual."""
         ...
 
     def cancel(self, placed: Placed) -> None:

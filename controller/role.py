@@ -122,7 +122,7 @@ class Role:
             orphans=config.orphans,
         )
 
-    def to_job(self, name: str, trace: str) -> Job:
+    def to_job(self, name: str, trace: str, shared_memory: int | None = None) -> Job:
         """Return what a scheduler places and agents run.
 
         Raises:
@@ -146,6 +146,7 @@ class Role:
             sys_path=(*map(str, self.sys_path), *import_paths()),
             trace=trace,
             orphans=self.orphans,
+            shared_memory=shared_memory,
         )
         record = job.to_record(0)
         plain = json.dumps({key: getattr(record, key) for key in record.__struct_fields__}, sort_keys=True)

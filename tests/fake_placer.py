@@ -104,6 +104,9 @@ class FakePlacer:
         self.auto: Callable[[Request], Any] | None = None
         self.under_lock = 0
 
+    def keeper(self, members, *, snapshot) -> None:
+        """Nothing is carried apart."""
+
     def place(
         self,
         members,

@@ -51,6 +51,7 @@ from workers.template import RankMain, Template
 from workers.watch import Ended, ProcessTable, kill_children
 from zbus import failpoints
 from zbus.config import TrialDir, parse_duration
+from zbus.data.presence import shared_root, sweep
 from zbus.errors import ConfigError, StartupError, TransportError, ZbusError
 from zbus.registry.identity import pid_space
 from zbus.registry.records import AgentRecord, JobRecord, RankClaim
@@ -610,6 +611,7 @@ class Agent:
         """Leave nothing behind: processes, sockets, the registry entry. Bounded."""
         self._starter.close()
         kill_children()
+        sweep(shared_root())  # what killed ranks lent, and a killed controller
         self._processes.close()
         self._unwatch_controller()
         if self._joiner is not None:

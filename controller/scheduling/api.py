@@ -110,6 +110,7 @@ class Job:
     sys_path: Sequence[str] = ()
     trace: str = "rpc"
     orphans: Literal["exit", "wait"] = "exit"
+    shared_memory: int | None = None
     digest: str = ""
 
     def __post_init__(self) -> None:
@@ -152,6 +153,7 @@ class Job:
             sys_path=list(self.sys_path),
             trace=self.trace,
             orphans=self.orphans,
+            shared_memory=self.shared_memory,
             digest=self.digest,
         )
 

@@ -326,6 +326,9 @@ class InlineRuntime:
 
     # -- the placer ----------------------------------------------------------------------------------------------------
 
+    def keeper(self, members: Sequence[InlinePeer], *, snapshot: bool) -> None:
+        """Nothing leaves this process."""
+
     def place(
         self,
         members: Sequence[InlinePeer],

@@ -8,7 +8,7 @@ from __future__ import annotations
 from zbus.codec import stdlib
 from zbus.codec.classes import register, registered
 from zbus.codec.decoder import decode, decode_calls
-from zbus.codec.encoder import encode, encode_call, encode_plain_call, encode_plain_calls
+from zbus.codec.encoder import Keep, encode, encode_call, encode_plain_call, encode_plain_calls
 from zbus.codec.exceptions import describe_exception, rebuild_exception, register_exception
 from zbus.codec.limits import DEFAULT_LIMITS, Limits
 from zbus.protocol.messages import Buffer
@@ -16,6 +16,7 @@ from zbus.protocol.messages import Buffer
 __all__ = [
     "DEFAULT_LIMITS",
     "Buffer",
+    "Keep",
     "Limits",
     "decode",
     "decode_calls",

@@ -10,7 +10,7 @@ import collections
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Protocol, runtime_checkable
 
 import msgpack
 import msgspec
@@ -35,6 +35,15 @@ _VERIFY_FROM: Final = 2048
 _PLAIN_BELOW: Final = 16_384
 
 _FIELD_ERRORS: Final = "the fields of this part do not fit its kind"
+
+
+@runtime_checkable
+class Lender(Protocol):
+    """The object behind a buffer whose bytes stay as they are for as long as any view of it lives."""
+
+    def private(self) -> memoryview:
+        """Return the same bytes in memory that is writable and nobody else's."""
+        ...
 
 
 class Decoder:
@@ -89,12 +98,15 @@ class Decoder:
             raise CodecError(msg)
         return made
 
-    def view(self, operand: Any, nbytes: int) -> memoryview:
-        """Return ``nbytes`` of memory that an array may keep and write to.
+    def view(self, operand: Any, nbytes: int, *, writable: bool = False) -> memoryview:
+        """Return ``nbytes`` of memory that an array may keep: nobody else writes to it.
+
+        It is writable, but for memory that another process lends (see ``Lender``): that is read-only unless asked for.
 
         Args:
             operand: Bytes from the body, or the index of a buffer, each of which may be named once.
             nbytes: What dtype and shape demand.
+            writable: Whatever uses it cannot be told that memory is read-only.
 
         Raises:
             CodecError: Size, index or type of the operand is wrong.
@@ -110,6 +122,8 @@ class Decoder:
             raise CodecError(msg)
         if self.owned and not data.readonly:
             return data
+        if isinstance(data.obj, Lender):
+            return data.obj.private() if writable else data
         return memoryview(bytearray(data))
 
     def raw(self, operand: Any) -> memoryview | bytes:

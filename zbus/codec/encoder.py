@@ -27,6 +27,7 @@ __all__ = [
     "PREPARE",
     "SCALARS",
     "Encoder",
+    "Keep",
     "Prepare",
     "encode",
     "encode_call",
@@ -50,15 +51,18 @@ _KEEP_PACKER_BELOW: Final = 1_048_576
 
 Prepare = Callable[[Any, "Encoder"], Any]
 
+Keep = Callable[[memoryview | bytes], Buffer]
+"""Makes the frame that stands for the memory of an array."""
+
 
 class Encoder:
     """The state of one ``encode`` call: buffers met so far and the current depth."""
 
-    __slots__ = ("buffer_bytes", "buffers", "depth", "limits", "snapshot")
+    __slots__ = ("buffer_bytes", "buffers", "depth", "keep", "limits")
 
-    def __init__(self, limits: Limits, snapshot: bool = False) -> None:  # noqa: FBT001, FBT002  # a keyword costs
+    def __init__(self, limits: Limits, keep: Keep = memoryview) -> None:
         self.limits = limits
-        self.snapshot = snapshot
+        self.keep = keep
         self.depth = 0
         self.buffers: list[Buffer] = []
         self.buffer_bytes = 0
@@ -99,11 +103,13 @@ class Encoder:
         if self.buffer_bytes > self.limits.buffer_bytes:
             msg = f"arrays of more than {self.limits.buffer_bytes:,} bytes in one value"
             raise CodecError(msg, hint="send them in several calls")
-        self.buffers.append(bytes(data) if self.snapshot else data)
+        self.buffers.append(self.keep(data))
         return len(self.buffers) - 1
 
 
-def encode(value: Any, *, limits: Limits = DEFAULT_LIMITS, snapshot: bool = False) -> list[Buffer]:
+def encode(
+    value: Any, *, limits: Limits = DEFAULT_LIMITS, snapshot: bool = False, keep: Keep | None = None
+) -> list[Buffer]:
     """Return ``value`` as frames ``[body, buffer 0, …]``, each contiguous. Any thread may call.
 
     Buffers are views of the arrays in ``value``: until the frames are sent (and acknowledged), a change of an array in
@@ -113,6 +119,8 @@ def encode(value: Any, *, limits: Limits = DEFAULT_LIMITS, snapshot: bool = Fals
         value: The value; see ``docs/reference/codec.md`` for what is carried.
         limits: Bounds of depth, counts and bytes.
         snapshot: Copy arrays instead of viewing them.
+        keep: Makes the frame for the memory of an array, in place of a view or a copy of it; the decoding side must
+            get the same bytes from it.
 
     Raises:
         CodecError: A part of it cannot be carried exactly or exceeds a limit; ``path`` names that part.
@@ -124,7 +132,7 @@ def encode(value: Any, *, limits: Limits = DEFAULT_LIMITS, snapshot: bool = Fals
             body = b""
         if 0 < len(body) < INLINE_BELOW:
             return [body]
-    state = Encoder(limits, snapshot)
+    state = Encoder(limits, keep or (bytes if snapshot else memoryview))
     try:
         body = _pack(state.prepare(value))
     except CodecError as error:
@@ -161,7 +169,14 @@ def encode_plain_calls(calls: Sequence[tuple[str, tuple[Any, ...], Mapping[str, 
     return [body] if len(body) < _PLAIN_BELOW else None
 
 
-def encode_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, snapshot: bool = False) -> list[Buffer]:
+def encode_call(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    snapshot: bool = False,
+    keep: Keep | None = None,
+) -> list[Buffer]:
     """Return the body of a request with one call: ``encode([[name, list(args), kwargs]])``, but cheaper for plain ones.
 
     Raises:
@@ -170,7 +185,7 @@ def encode_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, 
     plain = None if kwargs else encode_plain_call(name, args)
     if plain is not None:
         return plain
-    return encode([[name, list(args), dict(kwargs)]], snapshot=snapshot)
+    return encode([[name, list(args), dict(kwargs)]], snapshot=snapshot, keep=keep)
 
 
 # -- packing -------------------------------------------------------------------------------------------------------

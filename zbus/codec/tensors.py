@@ -112,7 +112,7 @@ def _build_tensor(items: list[Any], state: Decoder) -> torch.Tensor:
     dtype = _parse(items[0])
     shape = items[2:]
     nbytes = shape_of(shape, dtype.itemsize)
-    data = state.view(items[1], nbytes)
+    data = state.view(items[1], nbytes, writable=True)  # torch knows no read-only memory
     flat = torch.frombuffer(data, dtype=torch.uint8) if nbytes else torch.empty(0, dtype=torch.uint8)
     if nbytes and flat.data_ptr() % dtype.itemsize:
         flat = flat.clone()

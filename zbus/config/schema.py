@@ -141,6 +141,17 @@ class TraceConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
     sidecar: bool = False
 
 
+class DataConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How arrays travel between processes of one host.
+
+    Attributes:
+        shared_memory: Most bytes of shared memory that one process lends; half of ``/dev/shm`` where not given. 0: none
+            is used, arrays go through sockets.
+    """
+
+    shared_memory: Size | None = None
+
+
 class LogConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What the console shows.
 
@@ -173,6 +184,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     rpc: RpcConfig = RpcConfig()
     trace: TraceConfig = TraceConfig()
+    data: DataConfig = DataConfig()
     log: LogConfig = LogConfig()
     params: dict[str, Any] = {}
 

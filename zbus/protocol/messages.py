@@ -26,6 +26,7 @@ __all__ = [
     "SendTo",
     "Status",
     "StreamCredit",
+    "nbytes_of",
 ]
 
 PROTOCOL_VERSION: Final = 1
@@ -33,6 +34,11 @@ PROTOCOL_VERSION: Final = 1
 Buffer = bytes | bytearray | memoryview
 Buffers = Sequence[Buffer]
 """Frames that follow a header: ``[body, buffer 0, …]``, each contiguous. Empty where a message has no body."""
+
+
+def nbytes_of(frame: Buffer) -> int:
+    """Return the bytes of a frame, or of what stands elsewhere if the frame only names it."""
+    return len(frame) if type(frame) is bytes or type(frame) is bytearray else frame.nbytes  # type: ignore[union-attr]  # the name of an array is bytes that know the array's size
 
 
 class Kind(enum.IntEnum):

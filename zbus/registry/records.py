@@ -86,6 +86,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         sys_path: Entries put in front of ``sys.path``.
         trace: ``off``, ``rpc`` or ``full``.
         orphans: What ranks do without a controller: ``exit`` or ``wait``.
+        shared_memory: Most bytes of shared memory a rank lends; None for its own default, 0 for none.
         digest: Digest of the job, to notice that two sides mean different ones.
         arguments: The engine's arguments, codec-encoded, base64: what a successor of this controller needs to create
             an engine anew. Empty where they hold arrays or are long; such ranks cannot be restarted after a takeover.
@@ -106,6 +107,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     sys_path: list[str] = msgspec.field(default_factory=list)
     trace: str = "rpc"
     orphans: str = "exit"
+    shared_memory: int | None = None
     digest: str = ""
     arguments: str = ""
 

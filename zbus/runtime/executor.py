@@ -20,17 +20,18 @@ import traceback
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from zbus import failpoints
-from zbus.codec import decode_calls, encode
+from zbus.codec import Keep, decode_calls, encode
 from zbus.codec.exceptions import describe_exception
 from zbus.engine import EndpointSpec, Engine
 from zbus.errors import CallStopped
 from zbus.protocol.frames import INLINE_BYTES
 from zbus.protocol.journal import LaneRing
-from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Status, StreamCredit
+from zbus.protocol.messages import Buffer, Buffers, CancelRunning, Execute, Kind, Status, StreamCredit
 from zbus.runtime.stopping import CurrentCall, running, task_call
 from zbus.runtime.streams import RunningStream
 from zbus.runtime.watchdog import Handler
@@ -61,6 +62,16 @@ class Answers(Protocol):
 
     def chunk(self, request: Execute, number: int, buffers: Buffers) -> None:
         """Send one item of a stream."""
+
+
+class Arrays(Protocol):
+    """Large arrays apart from the messages, by the session they come from or go to."""
+
+    def opened(self, frames: Buffers, session: bytes) -> Buffers:
+        """Return a request's frames with the arrays in their places."""
+
+    def keeper(self, session: bytes) -> Keep | None:
+        """Return what makes the frames of an answer's arrays; None for copies of them."""
 
 
 class Holding(Answers, Protocol):
@@ -125,6 +136,7 @@ class Executor:
         answers: Where answers go.
         builtins: The bus's own methods by full name (``zbus.ping`` …).
         rings: Gives the crash journal's ring of a session's lane; None where there is no journal. Any thread.
+        arrays: Opens and makes frames of large arrays; None where they travel in the messages.
     """
 
     def __init__(
@@ -135,12 +147,14 @@ class Executor:
         answers: Answers,
         builtins: Mapping[str, Builtin],
         rings: Callable[[bytes, str], LaneRing] | None = None,
+        arrays: Arrays | None = None,
     ) -> None:
         self.name = name
         self.incarnation = incarnation
         self._answers = answers
         self._holding: Holding | None = cast("Holding", answers) if hasattr(answers, "hold") else None
         self._rings = rings
+        self._arrays = arrays
         self._unkept = LaneRing.unkept()
         self._builtins = dict(builtins)
         self._engine: Engine | None = None
@@ -327,7 +341,7 @@ class Executor:
                 raise
             marks.end(seq)
             ended = time.monotonic_ns()
-            frames = encode(value, snapshot=True)
+            frames = self._encode(request, value)
             marks.answered(seq, frames)
         except BaseException as error:  # whatever a method raises is its call's outcome  # noqa: BLE001
             self._fail(request, index, method, error, started, decoded)
@@ -339,7 +353,7 @@ class Executor:
     def _stream_sync(  # private, one caller
         self, request: Execute, method: str, items: Generator[Any, Any, Any], marks: Marks, started: int, decoded: int
     ) -> bool:
-        stream = RunningStream(self._answers, request, None)
+        stream = RunningStream(self._answers, request, None, partial(self._encode, request))
         with self._streaming(stream, request, method, marks, started, decoded), contextlib.closing(items):
             for item in items:
                 stream.wait(lambda: self.is_stopped(request), method)
@@ -440,7 +454,7 @@ class Executor:
                     raise
                 marks.end(seq)
             ended = time.monotonic_ns()
-            frames = encode(value, snapshot=True)
+            frames = self._encode(request, value)
             marks.answered(seq, frames)
         except BaseException as error:  # as in _run_one; a cancel is an outcome too  # noqa: BLE001
             self._fail(request, index, method, error, started, decoded)
@@ -489,7 +503,7 @@ class Executor:
     async def _stream_async(  # private, one caller
         self, request: Execute, method: str, items: AsyncGenerator[Any, Any], marks: Marks, started: int, decoded: int
     ) -> bool:
-        stream = RunningStream(self._answers, request, self._loop)
+        stream = RunningStream(self._answers, request, self._loop, partial(self._encode, request))
         with self._streaming(stream, request, method, marks, started, decoded):
             async with contextlib.aclosing(items):
                 async for item in items:
@@ -516,7 +530,10 @@ class Executor:
     def _decode(self, request: Execute) -> list[Any] | None:
         """Return the calls of a request, or answer all of them with the reason why it cannot be read."""
         try:
-            calls = decode_calls(request.buffers)
+            frames = request.buffers
+            if len(frames) > 1 and self._arrays is not None:
+                frames = self._arrays.opened(frames, request.session)
+            calls = decode_calls(frames)
             if len(calls) != request.calls or any(len(call) != 3 for call in calls):  # [method, args, kwargs]
                 msg = f"a request of {request.calls} calls holds {len(calls)}"
                 raise ValueError(msg)
@@ -525,6 +542,11 @@ class Executor:
                 self._fail(request, index, "?", error, time.monotonic_ns(), 0)
             return None
         return calls  # type: ignore[no-any-return]  # a list, or its parts could not be told
+
+    def _encode(self, request: Execute, value: Any) -> list[Buffer]:
+        """Return the frames of an answer; arrays in it may change afterwards."""
+        keep = None if self._arrays is None or request.lane == "ctl" else self._arrays.keeper(request.session)
+        return encode(value, snapshot=True, keep=keep)
 
     def _marks(self, request: Execute) -> Marks:
         """Return where the start and end of a request's calls are marked; ``ctl`` has no journal and no fail-points."""

@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from zbus import failpoints, names
 from zbus.clock import boot_id, time_namespace
+from zbus.data.courier import Courier
 from zbus.engine import Engine, Mesh, endpoints_of, lanes_of, table_to_wire
 from zbus.errors import EngineLoadError
 from zbus.ids import WorkerName
@@ -35,6 +36,7 @@ from zbus.runtime.executor import Executor
 from zbus.runtime.journal import CrashJournal, journal_file
 from zbus.runtime.leaseword import LeaseWord
 from zbus.runtime.loader import digest_of, load_engine
+from zbus.runtime.memory import SessionArrays
 from zbus.runtime.processes import start_time
 from zbus.runtime.watchdog import Handler, Watchdog
 from zbus.trace import control
@@ -157,12 +159,14 @@ class _Host:
         )
         failpoints.configure(os.environ.get(failpoints.VARIABLE))
         self.journal = self._open_journal()
+        self.courier = Courier.enter(config.job.shared_memory)
         self.executor = Executor(
             name=str(self.name),
             incarnation=config.incarnation,
             answers=self.server,
             builtins=self._builtins(),
             rings=None if self.journal is None else self.journal.ring,
+            arrays=SessionArrays(self.courier, self.server.memory_of),
         )
         self.watchdog = Watchdog()
         self.watchdog.watch(self._bus_handler)
@@ -229,6 +233,7 @@ class _Host:
             self.watchdog.close()
             self.executor.close()
             self.server.close()
+            self.courier.leave()
             self.records.close()
             self.factory.close()
             if self.journal is not None:
@@ -284,6 +289,7 @@ class _Host:
             "world_size": self.config.world_size,
             "version": _version(),
             "engine_digest": self.digest,
+            "memory": self.courier.token,
         }
 
     def _dispatch(self, request: Execute) -> None:
@@ -319,6 +325,7 @@ class _Host:
             "threads": threading.active_count(),
             "refused": self.server.statistics(),
             "slow_handlers": self.watchdog.facts(),
+            **self.courier.statistics(),
         }
 
     def _orphans(self) -> list[dict[str, Any]]:
@@ -344,7 +351,10 @@ class _Host:
         if orphan is None:
             return None
         return [
-            [int(Status.OK if header.kind == Kind.RESULT else header.status), [bytes(frame) for frame in buffers]]
+            [
+                int(Status.OK if header.kind == Kind.RESULT else header.status),
+                [bytes(frame) for frame in Courier.in_full(buffers)],
+            ]
             for header, buffers in orphan.replies
         ]
 

@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from zbus.codec import encode
 from zbus.errors import CallStopped
-from zbus.protocol.messages import Buffers, Execute
+from zbus.protocol.messages import Buffers, Execute, nbytes_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -40,6 +39,7 @@ class RunningStream:
         chunks: Where items go.
         request: Whose they are.
         loop: The loop that produces them; None for a thread.
+        encode: Makes an item's frames.
 
     Attributes:
         sent, sent_bytes: Items sent, and their size; the producer's own.
@@ -48,12 +48,19 @@ class RunningStream:
     """
 
     __slots__ = (
-        "_chunks", "_loop", "_loop_event", "_request", "_sizes", "_thread_event", "acked", "acked_bytes", "sent",
-        "sent_bytes", "well",
+        "_chunks", "_encode", "_loop", "_loop_event", "_request", "_sizes", "_thread_event", "acked", "acked_bytes",
+        "sent", "sent_bytes", "well",
     )  # fmt: skip
 
-    def __init__(self, chunks: Chunks, request: Execute, loop: asyncio.AbstractEventLoop | None) -> None:
+    def __init__(
+        self,
+        chunks: Chunks,
+        request: Execute,
+        loop: asyncio.AbstractEventLoop | None,
+        encode: Callable[[Any], Buffers],
+    ) -> None:
         self._chunks = chunks
+        self._encode = encode
         self._request = request
         self.sent = self.sent_bytes = 0
         self.acked = self.acked_bytes = 0
@@ -85,8 +92,8 @@ class RunningStream:
 
     def send(self, item: Any) -> None:
         """Send the next item; after a wait for credit."""
-        frames = encode(item, snapshot=True)
-        size = sum(memoryview(frame).nbytes for frame in frames)
+        frames = self._encode(item)
+        size = sum(map(nbytes_of, frames))
         self._sizes.append(size)
         self.sent_bytes += size
         number, self.sent = self.sent, self.sent + 1

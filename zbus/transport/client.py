@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgpack
 
 from zbus.clock import SYSTEM_CLOCK, Clock
-from zbus.errors import TransportError, Unavailable
+from zbus.errors import CodecError, TransportError, Unavailable
 from zbus.ids import Session, WorkerName
 from zbus.protocol.caller import CallerLane, Timing
 from zbus.protocol.frames import FrameError, VersionMismatch
@@ -37,7 +37,9 @@ from zbus.protocol.messages import (
     Poised,
     SendTo,
     Status,
+    nbytes_of,
 )
+from zbus.transport.carrier import Carrier
 from zbus.transport.channel import Channel
 from zbus.transport.interrupts import gate
 from zbus.transport.multipart import Socket
@@ -162,6 +164,7 @@ class _Link:
                 "link": self.name,
                 "from": client.name,
                 "protocol": PROTOCOL_VERSION,
+                "memory": client.carrier.token if client.carrier is not None else "",
                 "t": now,
             }
         )
@@ -183,8 +186,14 @@ class _Link:
             if lane is None or header.incarnation != self.peer.incarnation:
                 client.count("foreign_lane")
                 return
+            plain = (
+                len(buffers) <= 1 or header.calls > 1
+            )  # several frames of several calls are their bodies, not arrays
+            opened = buffers if plain else client.opened(buffers, self.peer)
+            if opened is None:
+                return
             machine = lane.machine
-            effects = machine.receive(header, buffers, client._now())  # noqa: SLF001  # one mechanism in two classes
+            effects = machine.receive(header, opened, client._now())  # noqa: SLF001  # one mechanism in two classes
             if effects:
                 client.execute(lane, effects)
             client.reactor.note_due(machine.due_ns)
@@ -354,6 +363,7 @@ class Client:
         clock: Monotonic clock for deadlines.
         name: Who calls, for the callee's logs.
         timing: Probe and grace times.
+        carrier: Takes large arrays to and from peers of this host; None: they travel in the messages.
 
     Attributes:
         on_state: Told of each change of a peer, under the lock.
@@ -369,8 +379,10 @@ class Client:
         clock: Clock = SYSTEM_CLOCK,
         name: str = "controller",
         timing: Timing | None = None,
+        carrier: Carrier | None = None,
     ) -> None:
         self.session = session
+        self.carrier = carrier
         self.epoch = epoch
         self.factory = factory
         self.clock = clock
@@ -509,7 +521,7 @@ class Client:
         """
         if count == 1 and len(members) == 1 and chunk_sink is None:
             return self._place_one(members, lane, payloads[0], deadline_s, sink, trace, strict)
-        sizes = [sum(map(_nbytes, payload)) for payload in payloads]
+        sizes = [sum(map(nbytes_of, payload)) for payload in payloads]
         with gate, self.reactor.lock:
             for peer in members:
                 if peer.state is not PeerState.READY:
@@ -525,9 +537,10 @@ class Client:
                 found = self._lane(peer, lane)
                 if chunk_sink is not None:
                     found.chunks[found.machine.next_seq] = (chunk_sink, index)
+                payload = payloads[index] if len(payloads[index]) == 1 else self._addressed(payloads[index], peer)
                 seqs.append(
                     self._put(
-                        found, payloads[index], count, sizes[index], deadline_ns, now, sink, index, trace, strict,
+                        found, payload, count, sizes[index], deadline_ns, now, sink, index, trace, strict,
                         together,
                     )
                 )  # fmt: skip
@@ -542,8 +555,12 @@ class Client:
         strict: bool,  # noqa: FBT001  # private, hot path
     ) -> Placed:  # fmt: skip
         """As ``place`` for one call of one member, in the fewest steps."""
-        nbytes = len(payload[0]) if len(payload) == 1 else sum(map(_nbytes, payload))
         peer = members[0]
+        if len(payload) == 1:
+            nbytes = len(payload[0])
+        else:
+            nbytes = sum(map(nbytes_of, payload))
+            payload = self._addressed(payload, peer)
         with gate, self.reactor.lock:
             if peer.state is not _READY:
                 raise self._refusal(members)
@@ -601,6 +618,39 @@ class Client:
         """Undo ``watch_room``."""
         with gate, self.reactor.lock:
             self._room_watchers.remove(watcher)
+
+    def keeper(self, members: Sequence[Peer], *, snapshot: bool) -> Callable[[memoryview | bytes], Buffer] | None:
+        """Return what makes the frames of large arrays for a call of these members; None for frames as usual.
+
+        Args:
+            members: Who may be called.
+            snapshot: Arrays may change as soon as they are encoded.
+        """
+        if self.carrier is None:
+            return None
+        return self.carrier.keeper([peer.welcome.get("memory", "") for peer in members], snapshot=snapshot)
+
+    def _addressed(self, payload: Buffers, peer: Peer) -> Buffers:
+        return payload if self.carrier is None else self.carrier.addressed(payload, peer.welcome.get("memory", ""))
+
+    def opened(self, buffers: Buffers, peer: Peer) -> Buffers | None:
+        """Return received frames with the arrays in their places, or None: the message counts as lost.
+
+        That is so when its sender has ended since, and its memory is gone.
+        """
+        if self.carrier is None:
+            return buffers
+        try:
+            return self.carrier.opened(buffers, peer.welcome.get("memory", ""))
+        except CodecError as error:
+            self.count("lost_arrays")
+            log.warning("an answer of %s cannot be read: %s", peer.name, error)
+            return None
+
+    def forget_memory(self, peer: Peer) -> None:
+        """Drop what is kept of the memory of a peer that is gone. May look at files: not under the lock."""
+        if self.carrier is not None:
+            self.carrier.forget(peer.welcome.get("memory", ""))
 
     def cancel(self, placed: Placed) -> None:
         """Ask that a batch should not run. Every call of it still gets exactly one outcome."""
@@ -764,10 +814,6 @@ class Client:
         """Make the error of a placement that some member is not ready for; a closed bus raises its own."""
         self._check_open()
         return _unavailable(members)
-
-
-def _nbytes(buffer: Buffer) -> int:
-    return buffer.nbytes if type(buffer) is memoryview else len(buffer)
 
 
 def _unavailable(members: Sequence[Peer]) -> Unavailable:

@@ -57,6 +57,9 @@ _FLUSH_S: Final = 0.02
 _AWAKE_S: Final = 0.1
 _SLEEP_S: Final = 30.0
 _EXPIRE_EVERY_NS: Final = 50_000_000
+_MEMORIES: Final = 64
+"""Sessions come and go (each look at the status is one): beyond so many, those that are over are forgotten."""
+
 _NEVER: Final = 1 << 62
 _ABOUT_SESSIONS: Final = frozenset(map(int, (Kind.HELLO, Kind.PING, Kind.PONG, Kind.BYE)))
 _ASK_EVERY_NS: Final = 500_000_000
@@ -141,6 +144,7 @@ class Server:
         self._main = Reactor(clock=clock, lock=self.lock, name="zbus-main")
         self._channels: dict[str, Channel] = {}
         self._link_of_lane: dict[str, str] = {}
+        self._memories: dict[bytes, str] = {}
         self._ready: deque[Execute] = deque()
         self._held: _Held | None = None
         self._busy_since: int | None = None
@@ -286,6 +290,10 @@ class Server:
         with self.lock:
             self._flush(self._now())
             self._check_all()
+
+    def memory_of(self, session: bytes) -> str:
+        """Return what a session's process said of its shared memory; empty if nothing. Any thread."""
+        return self._memories.get(session, "")
 
     def knows(self, session: bytes) -> bool:
         """Return whether a session's calls may still run or come; once False, that session is over. Any thread."""
@@ -508,6 +516,7 @@ class Server:
         if status is not Status.NONE:
             channel.send(header._replace(kind=Kind.NACK, status=status, floor=self.callee.max_epoch), (), peer)
             return
+        self._remember_memory(header.session, hello.get("memory"))
         self._do(effects)
         if header.epoch:
             self._heard(now)
@@ -522,6 +531,12 @@ class Server:
         }
         channel.send(header._replace(kind=Kind.WELCOME, incarnation=self.incarnation), (msgpack.packb(welcome),), peer)
         self._check_other(link)
+
+    def _remember_memory(self, session: bytes, memory: Any) -> None:
+        if isinstance(memory, str) and memory:
+            self._memories[session] = memory
+            if len(self._memories) > _MEMORIES:
+                self._memories = {key: text for key, text in self._memories.items() if self.callee.knows(key)}
 
     def _on_bad(self, link: str, error: FrameError, peer: bytes) -> None:
         """Tell a peer of another version so; it cannot know otherwise."""

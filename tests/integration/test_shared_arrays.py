@@ -1,0 +1,154 @@
+"""Large arrays of real calls: through shared memory, seen whole, used again, left behind by nobody."""
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from array_engine import digest
+from controller import Role
+from launching import HERE, launch
+from waiting import wait_until
+from zbus.config import Config
+from zbus.config.schema import DataConfig
+from zbus.data.presence import VARIABLE
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def memory(short_dir, monkeypatch):
+    """Give these processes a place of their own, so that what they leave is seen."""
+    monkeypatch.setenv(VARIABLE, str(short_dir))
+    return short_dir / f"zbus-{os.getuid()}"
+
+
+def arrays(replicas=2, **fields):
+    """Return a role of engines that handle arrays."""
+    return {"actor": Role("array_engine:Arrays", replicas=replicas, sys_path=[str(HERE)], **fields)}
+
+
+def left(memory: Path) -> list[str]:
+    """Return the names of processes that hold memory."""
+    return sorted(entry.name for entry in memory.iterdir()) if memory.exists() else []
+
+
+def test_arrays_arrive_as_they_were_sent_and_memory_is_used_again(tmp_path, memory):
+    """Both ways, to one and to all, in sizes around the limit; a hundred sends need one slot, all gone at the end."""
+    with launch(tmp_path, arrays()) as bus:
+        actor = bus.group("actor")
+        for nbytes in (MIB // 16 - 1, MIB // 16, MIB + 3, 3 * MIB):
+            data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+            assert actor.digest(data) == [digest(data)] * 2
+            assert np.array_equal(actor.double(data), data * 2)
+            made = actor.make(nbytes, 5)
+            assert [digest(one) for one in made] == [
+                digest(np.random.default_rng(5 + rank).integers(0, 256, nbytes, np.uint8)) for rank in range(2)
+            ]
+        before = bus.report()["shared_slots"] + 1  # an answer may come a moment before its reader lets go
+        for number in range(100):
+            data = np.full(3 * MIB, number, np.uint8)
+            assert actor.digest(data) == [digest(data)] * 2
+        report = bus.report()
+        assert report["shared_slots"] <= before
+        assert report["shared_refused"] == 0
+        wait_until(lambda: bus.report()["shared_lent_bytes"] == 0, what="the readers to let go")
+        assert len(left(memory)) == 3
+    assert left(memory) == []
+
+
+def test_what_an_engine_keeps_stays_as_it_came(tmp_path):
+    """An engine may hold an argument for as long as it likes; later calls use other memory until it lets go."""
+    with launch(tmp_path, arrays(1)) as bus:
+        actor = bus.group("actor")
+        sent = []
+        for number in range(5):
+            data = np.full(MIB, number, np.uint8)
+            sent.append(digest(data))
+            actor.keep(data)
+            data[:] = 99  # the caller's own array is its own again
+            assert actor.kept_digests() == [sent]
+        assert bus.report()["shared_lent_bytes"] >= 5 * MIB
+        actor.drop()
+        actor.digest(np.zeros(MIB, np.uint8))
+        wait_until(lambda: bus.report()["shared_lent_bytes"] == 0, what="the engine's arrays to be given back")
+
+
+def test_a_submitted_array_may_be_changed_at_once(tmp_path):
+    """``submit`` copies, into shared memory or not."""
+    with launch(tmp_path, arrays()) as bus:
+        actor = bus.group("actor")
+        for nbytes in (1000, MIB):
+            data = np.zeros(nbytes, np.uint8)
+            future = actor.digest.submit(data)
+            data[:] = 1
+            assert future.result() == [digest(np.zeros(nbytes, np.uint8))] * 2
+
+
+def test_numpy_arrays_are_read_only_and_tensors_are_the_engines_own(tmp_path):
+    """A numpy array from shared memory refuses to be written to; a tensor can be, and nobody else sees it."""
+    torch = pytest.importorskip("torch")
+    with launch(tmp_path, arrays()) as bus:
+        actor = bus.group("actor")
+        with pytest.raises(ExceptionGroup) as raised:
+            actor.change(np.zeros(MIB))
+        assert "read-only" in str(raised.value.exceptions[0])
+        for numel in (1 << 17, 1 << 21):
+            tensor = torch.arange(numel, dtype=torch.float32)
+            changed = actor.change(tensor)
+            assert all(torch.equal(one, tensor + 1) for one in changed)
+            assert tensor[0] == 0
+            changed[0].zero_()
+            assert torch.equal(changed[1], tensor + 1)
+
+
+def test_streams_carry_arrays(tmp_path):
+    """Items that are arrays arrive in order and whole."""
+    with launch(tmp_path, arrays(1)) as bus:
+        items = list(bus.group("actor").items.stream(8, MIB))
+        assert [int(item[0]) for item in items] == list(range(8))
+        assert all((item == item[0]).all() for item in items)
+
+
+def test_a_call_that_moves_to_another_rank_takes_its_arrays_along(tmp_path, memory):
+    """The rank that reads it is killed; the pure call runs elsewhere with the same bytes, and nothing is left."""
+    with launch(tmp_path, arrays(2)) as bus:
+        data = np.random.default_rng(1).integers(0, 256, 8 * MIB, np.uint8)
+        _, _, found = bus.group("actor").digest_or_die(data, str(tmp_path / "marker"))
+        assert found == digest(data) == (tmp_path / "marker").read_text()
+        wait_until(lambda: len(left(memory)) == 2, what="the agent to remove what the killed rank lent")
+    assert left(memory) == []
+
+
+def test_a_restarted_rank_reads_what_its_predecessor_was_sent(tmp_path):
+    """A pure call whose only rank is killed in it runs again in the next start, with the same bytes."""
+    with launch(tmp_path, arrays(1, restart="one")) as bus:
+        data = np.random.default_rng(2).integers(0, 256, 8 * MIB, np.uint8)
+        rank, start, found = bus.group("actor").digest_or_die(data, str(tmp_path / "marker"))
+        assert (rank, start, found) == (0, 1, digest(data))
+        wait_until(lambda: bus.report()["shared_lent_bytes"] == 0, what="the dead rank's hold to be gone")
+
+
+def test_results_of_a_killed_rank_stay_readable(tmp_path):
+    """What was answered before the end is the caller's, whatever became of the process that lent it."""
+    with launch(tmp_path, arrays(1)) as bus:
+        actor = bus.group("actor")
+        pid = next(iter(bus.statuses().values()))["pid"]
+        (made,) = actor.make(4 * MIB, 3)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not Path(f"/proc/{pid}").exists(), what="the end of the rank")
+        assert digest(made) == digest(np.random.default_rng(3).integers(0, 256, 4 * MIB, np.uint8))
+
+
+@pytest.mark.parametrize("limit", [0, 2 * MIB])
+def test_with_little_or_no_shared_memory_calls_go_on(tmp_path, memory, limit):
+    """What does not fit travels in the messages; 0 switches shared memory off."""
+    with launch(tmp_path, arrays(), config=Config(data=DataConfig(shared_memory=limit))) as bus:
+        data = np.random.default_rng(4).integers(0, 256, 5 * MIB, np.uint8)
+        assert bus.group("actor").digest(data) == [digest(data)] * 2
+        assert [digest(one) for one in bus.group("actor").make(5 * MIB, 0)] == [
+            digest(np.random.default_rng(rank).integers(0, 256, 5 * MIB, np.uint8)) for rank in range(2)
+        ]
+        assert (left(memory) == []) is (limit == 0)
