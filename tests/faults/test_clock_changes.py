@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from clock_kit import Clocks, needs_compiler
 from disk_kit import ELSEWHERE, external, needs_root, worker
 from launching import probes
+from preload_kit import Clocks, needs_compiler
 from waiting import scaled, wait_until
 from zbus.config import TrialDir
 from zbus.errors import CallTimeout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from dataclasses import dataclass, field
@@ -46,15 +47,20 @@ def write_secret(path: Path, keys: CurveKeys) -> None:
     """Create a key file, mode 0600, that holds both halves. Blocking file I/O.
 
     Raises:
-        ConfigError: Something stands at ``path`` already, or it cannot be written; nothing is replaced.
+        ConfigError: Something stands at ``path`` already, or it cannot be written; nothing is replaced, no half stays.
     """
+    made = False
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        made = True
         with os.fdopen(descriptor, "wb") as file:
             file.write(keys.public + b"\n" + keys.secret + b"\n")
             file.flush()
             os.fsync(descriptor)
     except OSError as error:
+        if made:
+            with contextlib.suppress(OSError):
+                path.unlink()
         msg = f"cannot create the key file {str(path)!r}: {error.strerror}"
         raise ConfigError(msg) from error
 

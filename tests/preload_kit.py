@@ -1,7 +1,8 @@
-"""Clocks of real processes that a test sets: a wall clock that jumps, clocks that run fast or slow, a long suspend."""
+"""Processes whose clocks a test sets or whose system calls it fails: libraries that are preloaded."""
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import shutil
@@ -13,21 +14,23 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["Clocks", "needs_compiler"]
+__all__ = ["Clocks", "compiled", "needs_compiler"]
 
-SOURCE = Path(__file__).parent / "faults" / "drivers" / "fakeclock.c"
+SOURCES = Path(__file__).parent / "faults" / "drivers"
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C compiler (Debian: gcc)")
 
 
 @functools.cache
-def _library() -> Path:
-    """Compile the library that stands between a process and its clocks, once per test process."""
+def compiled(name: str) -> Path:
+    """Compile a library that stands between a process and its kernel, once per test process."""
     assert COMPILER is not None
-    directory = Path(tempfile.mkdtemp(prefix="zt-clock"))
-    library = directory / "fakeclock.so"
-    command = [COMPILER, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", str(library), str(SOURCE), "-ldl", "-lm"]
+    directory = Path(tempfile.mkdtemp(prefix="zt-preload"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    library = directory / f"{name}.so"
+    source = SOURCES / f"{name}.c"
+    command = [COMPILER, "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl", "-lm"]
     subprocess.run(command, check=True, capture_output=True)
     return library
 
@@ -45,7 +48,7 @@ class Clocks:
         self._origin = time.clock_gettime(time.CLOCK_MONOTONIC)
         self._rate = rate
         file.write_bytes(self._pack(0.0, 0.0))
-        self.environment = {"LD_PRELOAD": str(_library()), "ZT_CLOCK_FILE": str(file)}
+        self.environment = {"LD_PRELOAD": str(compiled("fakeclock")), "ZT_CLOCK_FILE": str(file)}
 
     def set(self, *, jump: float = 0.0, wall: float = 0.0) -> None:
         """Put all clocks ``jump`` seconds ahead, and the wall clock another ``wall`` seconds. At once."""
