@@ -29,7 +29,7 @@ class LaneAnswers(LaneSending):
         if kind == _RESULT:
             seq = header.seq
             request = self._requests.get(seq)
-            if request is not None and request.calls == 1 and request.open_calls and request.attempts:
+            if request is not None and request.calls == header.calls == 1 and request.open_calls and request.attempts:
                 request.open_calls = 0
                 self._retire(request)
                 outcome = _new(Outcome, (_OK, buffers, "", "", request.attempts))
@@ -61,7 +61,7 @@ class LaneAnswers(LaneSending):
     ) -> None:  # fmt: skip
         seq = header.seq
         request = self._find(seq)
-        if request is None or request.attempts == 0:
+        if request is None or request.attempts == 0 or header.calls > request.calls:
             return  # late, doubled, or foreign: its call has its outcome
         if request.calls == 1:
             if request.open_calls:

@@ -6,6 +6,7 @@ changes, this file changes with it.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from zbus.protocol.caller import CallerLane
@@ -197,7 +198,7 @@ class SimController:
     """One session with its peers."""
 
     __slots__ = (
-        "_due", "alive", "busy_until", "clock", "crash_in", "epoch", "gangs", "pace", "paused_until", "peers",
+        "_due", "alive", "busy_until", "clock", "crash_in", "epoch", "gangs", "inbox", "pace", "paused_until", "peers",
         "session", "was_paused", "world",
     )  # fmt: skip
 
@@ -214,6 +215,7 @@ class SimController:
         self.gangs: list[tuple[GangTruth, list[SimPeer]]] = []
         self.clock = NodeClock()
         self.pace = self.busy_until = 0
+        self.inbox: deque[Any] = deque()
         world.set_up_node(self)
 
     @property

@@ -152,12 +152,27 @@ class Network:
             )
             return
         if node.pace:
-            if node.busy_until > world.now:
-                heappush(
-                    world.heap, (node.busy_until, world.next_number(), self._arrive, (connection, side, message, late))
-                )
-                return
-            node.busy_until = world.now + node.pace
+            node.inbox.append((connection, side, message, late))
+            if len(node.inbox) == 1:
+                world.at(max(world.now, node.busy_until), self._take_next, node)
+            return
+        self._deliver(node, connection, side, message, late)
+
+    def _take_next(self, node: Any) -> None:
+        """Let a slow process take its next message."""
+        world = self._world
+        if not node.alive:
+            return
+        if node.paused_until > world.now:
+            world.at(node.paused_until, self._take_next, node)
+            return
+        node.busy_until = world.now + node.pace
+        self._deliver(node, *node.inbox.popleft())
+        if node.inbox:
+            world.at(node.busy_until, self._take_next, node)
+
+    def _deliver(self, node: Any, connection: Connection, side: int, message: Any, late: bool) -> None:  # noqa: FBT001
+        world = self._world
         try:
             header, buffers = frames.decode(message) if world.knobs.wire else message
         except frames.FrameError:

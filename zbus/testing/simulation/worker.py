@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
 from zbus.protocol.callee import Callee
 from zbus.protocol.journal import RING, JournalReport, LaneRing, history
@@ -71,6 +72,7 @@ class SimWorker:
         "crash_in",
         "crash_mark",
         "highest_epoch",
+        "inbox",
         "incarnation",
         "liar",
         "marks",
@@ -102,6 +104,7 @@ class SimWorker:
         self._expire_armed = False
         self.clock = NodeClock()
         self.pace = self.busy_until = 0
+        self.inbox: deque[Any] = deque()
         self.crash_mark = 0  # it dies at this moment of the next call that comes to it: see ``_dies_at``
         self.liar = bool(knobs.lies) and slot == 0
         if self.liar:
