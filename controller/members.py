@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 from controller.late import Late, Patience
@@ -59,6 +60,7 @@ class _Absent:
     """Stands in a roster for a rank that cannot be called now."""
 
     reason = "not_ready"
+    lanes: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, name: WorkerName, state: PeerState, evidence: str, welcome: Mapping[str, Any]) -> None:
         self.name = name
