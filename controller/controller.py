@@ -39,7 +39,7 @@ from zbus.discovery.directory import Directory
 from zbus.errors import ConfigError, TrialError, Unavailable, ZbusError
 from zbus.ids import WorkerName, new_session
 from zbus.protocol.journal import JournalReport
-from zbus.protocol.messages import Outcome, OutcomeKind
+from zbus.protocol.messages import Header, Outcome, OutcomeKind
 from zbus.registry.file import FileRegistry
 from zbus.registry.identity import pid_space, same_kernel
 from zbus.registry.lease import LeaseRenewer
@@ -236,7 +236,10 @@ class Controller:
         """Switch tracing of a role's workers (all roles by default) and of this process; None switches it off."""
         control.config_perf_tracer(config, "controller", self._trace_rank)
         for name in self.roles if role is None else (role,):
-            self._ask(name, "zbus.config_perf_tracer", config, name)
+            if self._client is not None:
+                self._ask(name, "zbus.config_perf_tracer", config, name)
+            elif any(tracer.role == name for tracer in control.tracers()):  # ranks in this process
+                control.config_perf_tracer(config, name)
 
     def save_perf_tracer(self, step: int | None = None, force: bool = False) -> None:  # founding spelling  # noqa: FBT001, FBT002
         """Have every process write its trace now, if ``step`` is due. No call is made where nothing is traced."""
@@ -363,6 +366,7 @@ class Controller:
         closers.callback(courier.leave)
         client = self._client = Client(session=session, epoch=epoch.epoch, factory=factory, carrier=courier)  # type: ignore[arg-type]  # a NewType of bytes
         closers.callback(client.close)
+        self._watch_calls(client)
         self._watch_clocks(client)
         made = entries(epoch.epoch)
         members = self._members = Members(
@@ -476,14 +480,22 @@ class Controller:
         self.epoch = claimed.epoch
         return claimed
 
-    def _trace(self, config: Config, epoch: EpochRecord | None = None) -> None:
+    def _trace(self, config: Config, epoch: EpochRecord | None = None) -> TraceConfig:
         """Trace this process as ``controller/0``, or the next number where another trial's controller lives here."""
         taken = {tracer.rank for tracer in control.tracers() if tracer.role == "controller"}
         self._trace_rank = next(rank for rank in range(len(taken) + 1) if rank not in taken)
         settings = TraceConfig(
             root=config.trace.root or str(self.trial.traces), level=config.trace.level, run=self.trial.name
         )
-        if epoch is not None:
+        if epoch is None:
+            settings = replace(
+                settings,
+                run_epoch_wall_ns=SYSTEM_CLOCK.wall_ns(),
+                run_epoch_mono_ns=SYSTEM_CLOCK.monotonic_ns(),
+                clock_boot_id=boot_id(),
+                clock_time_ns=time_namespace(),
+            )
+        else:
             settings = replace(
                 settings,
                 run_epoch_wall_ns=epoch.run_epoch_wall_ns,
@@ -500,6 +512,7 @@ class Controller:
             settings, role="controller", rank=self._trace_rank, start=0 if epoch is None else epoch.epoch - 1
         )
         self._closers.callback(control.reset, "controller", self._trace_rank)
+        return settings
 
     def _watch_clocks(self, client: Client) -> None:
         """Measure the clocks of other hosts while anything is traced."""
@@ -509,14 +522,29 @@ class Controller:
             watch = ClockWatch(client, clock_id(), lambda: tracer.rpc and writer.opened, writer.note_clock)
             self._closers.callback(watch.close)
 
+    def _watch_calls(self, client: Client) -> None:
+        """Have the trace show what is under way to the workers, and each request that leaves late or again."""
+        tracer = self._tracer
+        if tracer is None:
+            return
+
+        def sent(peer: Peer, header: Header) -> None:
+            if tracer.rpc:
+                name, incarnation = str(peer.name), peer.incarnation
+                tracer.bus_sent(
+                    client.session, name, incarnation, header.lane, header.seq, header.calls, header.attempt
+                )
+
+        client.on_sent = sent
+        self._closers.callback(tracer.add_gauge("calls", client.load))
+
     def _launch_inline(self, plan: _Plan) -> None:
         from controller.scheduling.inline import InlineRuntime
 
         if not plan.keeps_lock:
             self._closers.callback(self.trial.unlock)
         self._deadline_s = plan.config.rpc.timeout
-        self._trace(plan.config)
-        runtime = InlineRuntime()
+        runtime = InlineRuntime(trace=self._trace(plan.config))
         self._closers.callback(runtime.close)
         rosters = {}
         for name, role in plan.roles.items():

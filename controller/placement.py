@@ -136,7 +136,7 @@ class Placement:
         self._batch = tracer.next_batch() if tracer.rpc else 0
         self._sent_ns = 0
         self._last_ns = 0
-        self._untraced: list[tuple[int, int, Outcome, int]] = []  # what came before ``place`` returned
+        self._untraced: list[tuple[int, int, Outcome, int, int]] = []  # what came before ``place`` returned
         self._late = getattr(order.roster, "late", None)  # who watches calls that take too long
 
     def start(self) -> None:
@@ -261,9 +261,9 @@ class Placement:
         if self._tracer is not None:
             self._last_ns = now_ns = time.monotonic_ns()
             if self._placed is None:
-                self._untraced.append((member, call, outcome, now_ns))
+                self._untraced.append((member, call, outcome, now_ns, self._answered(outcome)))
             else:
-                self._record(member, call, outcome, now_ns)
+                self._record(member, call, outcome, now_ns, self._answered(outcome))
         if outcome.kind is not _OK:
             if self.order.retry is not None and self._run_again(member, outcome):
                 return
@@ -305,7 +305,13 @@ class Placement:
         for watcher in watchers:
             watcher()
 
-    def _record(self, member: int, call: int, outcome: Outcome, reply_ns: int) -> None:
+    def _answered(self, outcome: Outcome) -> int:
+        """Return the attempt that the reply being delivered names, or 0 where the outcome is no reply of the method."""
+        if outcome.kind is _OK or outcome.kind is OutcomeKind.APP_ERROR:
+            return getattr(self.order.placer, "answering", 1)
+        return 0
+
+    def _record(self, member: int, call: int, outcome: Outcome, done_ns: int, answered: int) -> None:
         """Record the caller's side of one call in the trace."""
         order, tracer = self.order, self._tracer
         if tracer is None:
@@ -317,17 +323,18 @@ class Placement:
             peer.incarnation,
             order.lane,
             self._placed.seqs[member] + call,
-            outcome.attempts,
+            answered or outcome.attempts,
             order.methods[call],
             order.submitted_ns,
             order.encoded_ns,
-            min(self._sent_ns or reply_ns, reply_ns),
-            reply_ns,
-            reply_ns,
+            min(self._sent_ns or done_ns, done_ns) if outcome.attempts else 0,
+            done_ns if answered else 0,
+            done_ns,
             sum(map(nbytes_of, order.payloads[member])),
             sum(map(nbytes_of, outcome.payload or ())),
             outcome.kind.value,
             self._batch,
+            outcome.attempts,
         )
 
     def concluded(self, call: int, merged: bool) -> None:  # noqa: FBT001  # one caller

@@ -267,7 +267,10 @@ class _File:
                 self._call(event.name, args, rank, start, start + length)
 
     def _call(self, name: str, args: _BusArgs, rank: Rank, start: int, end: int) -> None:
-        key = (args.call, args.attempt if name not in ("encode", "send") else 1)
+        kind = args.kind or name
+        if kind in ("sent", "encode_result"):
+            return
+        key = (args.call, args.attempt if kind not in ("encode", "send") else 1)
         calls = self._found.calls
         call = calls.get(key)
         if call is None:
@@ -275,7 +278,6 @@ class _File:
                 self._found.calls_dropped += 1
                 return
             call = calls[key] = Call()
-        kind = args.kind or name
         if kind in ("client", "rpc.client"):
             call.method, call.caller, call.outcome = args.method, rank.name, args.outcome or args.status
             call.worker = args.worker or call.worker

@@ -9,6 +9,7 @@ in a second thread. Engines that join a torch process group of more than one ran
 from __future__ import annotations
 
 import bdb
+import contextlib
 import enum
 import itertools
 import os
@@ -35,6 +36,9 @@ from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Outcom
 from zbus.runtime.context import Context
 from zbus.runtime.executor import Executor
 from zbus.runtime.loader import digest_of, load_engine
+from zbus.trace import control
+from zbus.trace.config import TraceConfig
+from zbus.trace.tracer import Tracer, use_tracer
 
 __all__ = ["InlinePeer", "InlineRuntime", "InlineState"]
 
@@ -53,11 +57,29 @@ class _InlineExecutor(Executor):
     """The worker's executor, but a Ctrl-C or a quit of pdb inside an endpoint is the caller's: it is raised there."""
 
     interrupt: BaseException | None = None
+    tracer: Tracer | None = None
+
+    def _run(self, request: Execute) -> None:
+        with _as_rank(self.tracer):
+            super()._run(request)
+
+    async def _run_async(self, request: Execute) -> None:
+        with _as_rank(self.tracer):
+            await super()._run_async(request)
+
+    def _run_in_pool(self, request: Execute, *rest: Any) -> Any:
+        with _as_rank(self.tracer):
+            return super()._run_in_pool(request, *rest)
 
     def _fail(self, request: Execute, index: int, method: Any, error: BaseException, *rest: Any, **more: Any) -> None:
         if isinstance(error, KeyboardInterrupt | bdb.BdbQuit):
             self.interrupt = error
         super()._fail(request, index, method, error, *rest, **more)
+
+
+def _as_rank(tracer: Tracer | None) -> contextlib.AbstractContextManager[Any]:
+    """Return a block in which this process records as one of its ranks."""
+    return contextlib.nullcontext() if tracer is None else use_tracer(tracer)
 
 
 class InlinePeer:
@@ -103,7 +125,7 @@ class InlinePeer:
             "ctl:zbus.describe": self._facts,
             "ctl:zbus.stop": lambda **_grace: None,
             "ctl:zbus.stacks": lambda: "",
-            "ctl:zbus.config_perf_tracer": _config_tracer,
+            "ctl:zbus.config_perf_tracer": self._config_tracer,
             "ctl:zbus.save_perf_tracer": _save_tracer,
             "main:zbus.create_engine": self.create,
             "main:zbus.destroy_engine": self.destroy,
@@ -125,8 +147,10 @@ class InlinePeer:
                 incarnation=self.incarnation,
                 trial_dir=self._trial_dir,
                 env={**os.environ, **self._role.env},
+                tracer=self.executor.tracer,
             )
-            engine.setup(context)
+            with _as_rank(self.executor.tracer):
+                engine.setup(context)
             self._context, self.table = context, endpoints_of(cls)
             self.executor.install(engine, self.table)
         return self._facts()
@@ -136,7 +160,8 @@ class InlinePeer:
         engine = self.executor.remove()
         context, self._context = self._context, None
         if engine is not None:
-            engine.teardown()
+            with _as_rank(self.executor.tracer):
+                engine.teardown()
         if context is not None:
             context.close()
 
@@ -147,6 +172,10 @@ class InlinePeer:
             "digest": "" if engine is None else digest_of(type(engine), self.table),
             "mesh": dict(self.mesh.axes),
         }
+
+    def _config_tracer(self, config: Mapping[str, Any] | None = None, role: str | None = None) -> None:
+        if self.executor.tracer is not None:
+            control.config_perf_tracer(config, role or self.name.role, self.name.rank)
 
     def _status(self) -> dict[str, Any]:
         calls = [call for call in self.executor.current_calls() if call["lane"] != "ctl"]
@@ -163,13 +192,7 @@ class InlinePeer:
         }
 
 
-def _config_tracer(config: Mapping[str, Any] | None = None, role: str | None = None) -> None:
-    """In one process the caller's own tracer records everything; there is nothing to configure per rank."""
-
-
 def _save_tracer(step: int | None = None, force: bool = False) -> None:  # noqa: FBT001, FBT002  # wire signature
-    from zbus.trace import control
-
     control.save_perf_tracer(step, force)
 
 
@@ -227,13 +250,15 @@ class InlineRuntime:
 
     Args:
         trial: The trial, for the engines' context; None: the current directory.
+        trace: How each rank traces, in a file of its own; None: what the ranks record is the caller's.
 
     Attributes:
         rosters: The roles by name.
     """
 
-    def __init__(self, trial: TrialDir | None = None) -> None:
+    def __init__(self, trial: TrialDir | None = None, trace: TraceConfig | None = None) -> None:
         self.session = _SESSION
+        self._trace = trace
         self.rosters: dict[str, StaticRoster] = {}
         self._trial_dir = Path() if trial is None else trial.path
         self._lock = threading.RLock()
@@ -283,6 +308,11 @@ class InlineRuntime:
         peer.executor = _InlineExecutor(
             name=str(name), incarnation=peer.incarnation, answers=_Answers(self, peer), builtins=peer.builtins()
         )
+        taken = any((tracer.role, tracer.rank) == (name.role, name.rank) for tracer in control.tracers())
+        if self._trace is not None and not taken:  # another trial of this process may have such a rank
+            peer.executor.tracer = control.configure(
+                self._trace, role=name.role, rank=name.rank, incarnation=peer.incarnation, default=False
+            )
         self._peers.append(peer)
         return peer
 
@@ -321,6 +351,8 @@ class InlineRuntime:
             except BaseException as error:  # noqa: BLE001  # the other engines must be torn down too
                 errors.append(error)
             peer.executor.close()
+            if peer.executor.tracer is not None:
+                control.reset(peer.name.role, peer.name.rank)
         if errors:
             raise errors[0]
 

@@ -105,7 +105,7 @@ def test_tail_shows_finished_steps_and_names_slow_ranks(short_dir: Path):
 
 LIVE = """
     config.update(run_epoch_wall_ns=time.time_ns(), run_epoch_mono_ns=time.monotonic_ns())
-    from zbus.trace.tracefile import boot_id
+    from zbus.clock import boot_id
     tracers = [
         trace.configure({**config, "clock_boot_id": boot_id()}, role="rollout", rank=rank, default=False)
         for rank in range(3)

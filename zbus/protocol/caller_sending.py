@@ -102,6 +102,21 @@ class LaneSending:
         return len(self._requests)
 
     @property
+    def waiting(self) -> int:
+        """Number of requests that wait here for room in the window, for the connection or for each other."""
+        return len(self._waiting)
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes that were sent and are not answered."""
+        return self._bytes_out
+
+    @property
+    def credit(self) -> int:
+        """Number of calls that may still be placed before the window is full."""
+        return max(0, self._floor + self.window_calls - self._next_seq)
+
+    @property
     def crowded(self) -> bool:
         """Whether the window is full: what is placed now would only wait here. Its reader need not hold the lock."""
         if self._next_seq - self._floor >= self.window_calls:

@@ -518,12 +518,13 @@ class Executor:
         held: deque[bytes] | None = None,
     ) -> bool:  # fmt: skip
         """Answer a call that returned; ``held``: where a short result may wait for others."""
+        encoded = time.monotonic_ns()
         body = frames[0]
         if held is not None and type(body) is bytes and len(frames) == 1 and len(body) <= INLINE_BYTES:
             held.append(body)
         else:
             self._answers.finish(request, index, Kind.RESULT, Status.OK, frames)
-        self._record(request, request.seq + index, method, started, decoded, ended, "OK")
+        self._record(request, request.seq + index, method, started, decoded, ended, "OK", encoded)
         self.done += 1
         return True
 
@@ -629,9 +630,10 @@ class Executor:
         self.failed += 1
         stopped = self._is_stop(request, error)
         frames = encode(describe_exception(error))
+        encoded = time.monotonic_ns()
         status = Status.STOPPED if stopped else Status.APP_ERROR
         self._answers.finish(request, index, kind, status, frames, chunks=chunks)
-        self._record(request, request.seq + index, str(method), started, decoded, ended, "APP_ERROR")
+        self._record(request, request.seq + index, str(method), started, decoded, ended, "APP_ERROR", encoded)
         if stopped:
             print(f"zbus: {self.name} {method!r} was stopped before its end", file=sys.stderr)  # the log  # noqa: T201
             return
@@ -648,14 +650,15 @@ class Executor:
         return type(error).__name__ == "CancelledError" and self.is_stopped(request)
 
     def _record(  # private, hot path
-        self, request: Execute, seq: int, method: str, started: int, decoded: int, ended: int, outcome: str
-    ) -> None:
+        self, request: Execute, seq: int, method: str, started: int, decoded: int, ended: int, outcome: str,
+        encoded: int = 0,
+    ) -> None:  # fmt: skip
         self._recent.append((seq, request.lane, request.session, method))
         tracer = get_tracer()
         if tracer.rpc:
             tracer.bus_server(
                 request.session, self.name, self.incarnation, request.lane, seq, request.attempt, method,
-                request.arrived_ns, started, decoded, ended, time.monotonic_ns(), outcome,
+                request.arrived_ns, started, decoded, ended, encoded or ended, outcome, time.monotonic_ns(),
             )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from zbus.trace.args import freeze
-from zbus.trace.tracer import BATCH, CLIENT, COUNTER, FLOW, INSTANT, PROFILE, SERVER, SPAN, SPAN_FIELDS, Record
+from zbus.trace.tracer import BATCH, CLIENT, COUNTER, FLOW, INSTANT, PROFILE, SENT, SERVER, SPAN, SPAN_FIELDS, Record
 
 __all__ = [
     "ROW_BASE",
@@ -199,6 +199,8 @@ class Expander:
             end.bind_id = user_flow_id(self._run, key)
             end.flow_out, end.flow_in = direction == "out", direction != "out"
             out.append(end)
+        elif kind == SENT:
+            self._sent(record, out)
         elif kind == BATCH:
             self._batch(record, tid, out)
         elif kind == PROFILE:
@@ -233,7 +235,7 @@ class Expander:
 
     def _client(self, record: Record, out: list[Event]) -> None:
         _, session, worker, incarnation, lane, seq, attempt, method, *rest = record
-        submit, encoded, sent, reply, decoded, bytes_out, bytes_in, outcome, batch = rest
+        submit, encoded, sent, reply, decoded, bytes_out, bytes_in, outcome, batch, attempts = rest
         worker = _worker(worker)
         tid = self._row(f"→ {worker} {lane}", out)
         call = call_id(session, worker, incarnation, lane, seq)
@@ -243,6 +245,10 @@ class Expander:
         if batch:
             whole.args["batch"] = batch
         request, answer = bus_flow_ids(session, worker, incarnation, lane, seq, attempt)
+        first = attempt
+        if attempts > 1:  # what left at t_sent was the first of them, whichever was answered
+            whole.args["attempts"], first = attempts, 1
+            request, _ = bus_flow_ids(session, worker, incarnation, lane, seq, first)
         if encoded:
             part = self._span(out, "encode", (submit, encoded), tid, call)
             part.args = {"kind": "encode", "call": call}
@@ -250,7 +256,7 @@ class Expander:
             # The arrow leaves where sending begins: the worker may have the request before the caller notes it as sent.
             if encoded:
                 part = self._arrow(out, "send", (encoded, sent), tid, call, request, leaves=True)
-                part.args = {"kind": "send", "call": call, "attempt": attempt}
+                part.args = {"kind": "send", "call": call, "attempt": first}
                 wire = self._span(out, "wire", (sent, reply or decoded), tid, call)
             else:
                 wire = self._arrow(out, "wire", (sent, reply or decoded), tid, call, request, leaves=True)
@@ -259,9 +265,22 @@ class Expander:
             part = self._arrow(out, "decode", (reply, decoded), tid, call, answer, leaves=False)
             part.args = {"kind": "return", "call": call, "attempt": attempt}
 
+    def _sent(self, record: Record, out: list[Event]) -> None:
+        _, session, worker, incarnation, lane, seq, calls, attempt, at = record
+        worker = _worker(worker)
+        row = self._row(f"→ {worker} {lane}", out)
+        for number in range(seq, seq + calls):
+            call = call_id(session, worker, incarnation, lane, number)
+            if attempt > 1:
+                request, _ = bus_flow_ids(session, worker, incarnation, lane, number, attempt)
+                event: Event = self._arrow(out, "sent again", (at, at), row, call, request, leaves=True)
+            else:  # the arrow of the first attempt leaves from the call's own span
+                event = self._span(out, "sent late", (at, at), row, call)
+            event.args = {"kind": "sent", "call": call, "attempt": attempt}
+
     def _server(self, record: Record, tid: int, out: list[Event]) -> None:
         _, session, worker, incarnation, lane, seq, attempt, method, *rest = record
-        arrived, start, decoded, run_end, encoded, outcome, task = rest
+        arrived, start, decoded, run_end, encoded, outcome, sent, task = rest
         worker = _worker(worker)
         call = call_id(session, worker, incarnation, lane, seq)
         request, answer = bus_flow_ids(session, worker, incarnation, lane, seq, attempt)
@@ -278,8 +297,13 @@ class Expander:
             part = self._span(out, f"run {method}", (decoded, run_end), tid, track)
             part.args = {"kind": "run", "call": call, "method": method, "attempt": attempt, "outcome": outcome}
             part.args |= {"lane": lane, "seq": seq}
-        if encoded:
-            part = self._arrow(out, "reply", (run_end or decoded or end, encoded), tid, track, answer, leaves=True)
+        begin = run_end or decoded or end
+        if encoded and sent:
+            part = self._span(out, "encode", (begin, encoded), tid, track)
+            part.args = {"kind": "encode_result", "call": call, "attempt": attempt}
+            begin = encoded
+        if encoded or sent:
+            part = self._arrow(out, "reply", (begin, sent or encoded), tid, track, answer, leaves=True)
             part.args = {"kind": "reply", "call": call, "attempt": attempt}
 
     def _batch(self, record: Record, tid: int, out: list[Event]) -> None:

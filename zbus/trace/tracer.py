@@ -29,6 +29,7 @@ __all__ = [
     "FLOW",
     "INSTANT",
     "PROFILE",
+    "SENT",
     "SERVER",
     "SPAN",
     "SPAN_FIELDS",
@@ -65,6 +66,9 @@ BATCH: Final = 6
 """(BATCH, …) as ``Tracer.bus_batch``, then the task"""
 PROFILE: Final = 7
 """(PROFILE, row, [(name, category, start_ns, end_ns, args | None), …]): spans somebody else measured"""
+
+SENT: Final = 8
+"""(SENT, …) as ``Tracer.bus_sent``, then when"""
 
 _modules = sys.modules
 
@@ -206,13 +210,15 @@ class Tracer:
         bytes_in: int,
         outcome: str,
         batch: int = 0,
+        attempts: int = 1,
     ) -> None:
         """Record the caller's side of one call, once, when its outcome is known; ask ``rpc`` first.
 
-        Times are ``monotonic_ns``; 0 says that the phase never came (not sent, no reply). ``t_decoded`` is when the
-        outcome was ready. ``session``, ``worker``, ``incarnation``, ``lane``, ``seq`` and ``attempt`` must
-        equal those of ``bus_server``: the arrow between the two is a hash of them. Sizes are in bytes. ``batch`` is the
-        number the caller gave the batch (see ``next_batch``), 0 for none.
+        Times are ``monotonic_ns``; 0 says that the phase never came (not sent, no reply). ``t_sent`` is of the first
+        attempt, ``t_decoded`` is when the outcome was ready. ``session``, ``worker``, ``incarnation``, ``lane``,
+        ``seq`` and ``attempt`` must equal those of ``bus_server``: the arrow between the two is a hash of them.
+        ``attempt`` is the one that was answered, else the last; ``attempts`` is how many there were, see ``bus_sent``.
+        Sizes are in bytes. ``batch`` is the number the caller gave the batch (see ``next_batch``), 0 for none.
         """
         self.append(
             (
@@ -233,8 +239,18 @@ class Tracer:
                 bytes_in,
                 outcome,
                 batch,
+                attempts,
             )
         )
+
+    def bus_sent(  # as bus_client
+        self, session: bytes, worker: str, incarnation: int, lane: str, seq: int, calls: int, attempt: int
+    ) -> None:
+        """Record that a request of ``calls`` calls from ``seq`` on left now: later than it was placed, or once more.
+
+        Ask ``rpc`` first. The first attempt of a request that leaves at once is told by ``bus_client`` alone.
+        """
+        self.append((SENT, session, worker, incarnation, lane, seq, calls, attempt, self.now()))
 
     def bus_server(  # noqa: PLR0917  # as bus_client
         self,
@@ -251,11 +267,12 @@ class Tracer:
         t_run_end: int,
         t_encoded: int,
         outcome: str,
+        t_sent: int = 0,
     ) -> None:
         """Record the worker's side of one call, once, on the thread that ran it; ask ``rpc`` first.
 
-        Times are ``monotonic_ns``: arrival, taken from the queue, arguments decoded, method returned, answer encoded;
-        0 says that the phase never came. See ``bus_client`` for the ids.
+        Times are ``monotonic_ns``: arrival, taken from the queue, arguments decoded, method returned, answer encoded,
+        answer handed on; 0 says that the phase never came. See ``bus_client`` for the ids.
         """
         self.append(
             (
@@ -273,6 +290,7 @@ class Tracer:
                 t_run_end,
                 t_encoded,
                 outcome,
+                t_sent,
                 current_task_name(),
             )
         )

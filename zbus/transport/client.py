@@ -73,6 +73,7 @@ class PeerState(enum.Enum):
     DEAD = "dead"
 
 
+_REQ: Final = Kind.REQ
 _READY: Final = PeerState.READY
 _STATE_OF: Final = {link: PeerState(link.value) for link in LinkState}
 _RANK: Final = {
@@ -195,6 +196,7 @@ class _Link:
             machine = lane.machine
             effects = machine.receive(header, opened, client._now())  # noqa: SLF001  # one mechanism in two classes
             if effects:
+                client.answering = header.attempt
                 client.execute(lane, effects)
             client.reactor.note_due(machine.due_ns)
         elif kind == Kind.WELCOME:
@@ -367,6 +369,8 @@ class Client:
 
     Attributes:
         on_state: Told of each change of a peer, under the lock.
+        on_sent: Told under the lock of each request that leaves later than it was placed, or again.
+        answering: Attempt that the message names whose outcomes are being delivered. Under the lock.
         on_exchange: Told of each exchange of timestamps with a peer (HELLO and WELCOME, PING and PONG), under the lock.
     """
 
@@ -391,6 +395,8 @@ class Client:
         self.reactor = Reactor(clock=clock, name="zbus-client")
         self.on_state: Callable[[Peer, PeerState], None] = _ignore_state
         self.on_exchange: Callable[[Peer, Exchange], None] = _ignore_exchange
+        self.on_sent: Callable[[Peer, Header], None] | None = None
+        self.answering = 1
         self.counters: dict[str, int] = {}
         self._timing = timing
         self._peers: list[Peer] = []
@@ -593,7 +599,7 @@ class Client:
             _, effects = machine.place(
                 payload, count, nbytes, deadline_ns, now, trace=trace, strict=strict, together=together
             )
-            self.execute(lane, effects)
+            self.execute(lane, effects, placing=True)
         return seq
 
     def crowded(self, members: Sequence[Peer], lane: str) -> bool:
@@ -713,10 +719,29 @@ class Client:
                         totals["probes"] = totals.get("probes", 0) + lane.machine.probes
             return totals
 
+    def load(self) -> dict[str, float]:
+        """Return what is under way: ``open`` requests, those that wait for ``credit`` and the least credit of any lane.
+
+        ``credit`` counts calls that may still be placed before a lane's window is full, ``out_mib`` is what was sent
+        and not answered.
+        """
+        with gate, self.reactor.lock:
+            lanes = [
+                lane.machine for peer in self._peers for link in peer.links.values() for lane in link.lanes.values()
+            ]
+            load: dict[str, float] = {
+                "open": sum(lane.outstanding for lane in lanes),
+                "waiting": sum(lane.waiting for lane in lanes),
+                "out_mib": round(sum(lane.bytes_out for lane in lanes) / (1 << 20), 3),
+            }
+            if lanes:
+                load["credit"] = min(lane.credit for lane in lanes)
+            return load
+
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def execute(self, lane: _Lane, effects: Sequence[Effect]) -> None:
-        """Do what a lane's machine asks. Under the lock."""
+    def execute(self, lane: _Lane, effects: Sequence[Effect], *, placing: bool = False) -> None:
+        """Do what a lane's machine asks; ``placing``: of a request that is being placed. Under the lock."""
         for effect in effects:
             if type(effect) is Finish:
                 seq = effect.seq
@@ -730,6 +755,8 @@ class Client:
                         watcher()
             elif type(effect) is SendTo:
                 lane.link.channel.send(effect.header, effect.buffers)
+                if self.on_sent is not None and effect.header.kind == _REQ and not placing:
+                    self.on_sent(lane.link.peer, effect.header)
             elif type(effect) is Chunk:
                 waiting = lane.chunks.get(effect.seq)
                 if waiting is not None:

@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import zbus
+from controller import Controller
 from controller.group import Group
 from controller.outcomes import WaitTimeout
 from controller.role import Role
 from controller.scheduling.inline import InlineRuntime
 from waiting import wait_until
+from zbus import trace
+from zbus.config import load_config
 from zbus.engine import AnyOne, Concat, RankZero, Split
 from zbus.errors import (
     BatchError,
@@ -145,6 +150,49 @@ def test_what_cannot_be_carried_fails_inline_too(bus):
         group.note(object())
     with pytest.raises(RemoteError, match="CodecError"):
         group[0].unsendable()
+
+
+def test_ranks_in_one_process_keep_their_own_traces(tmp_path):
+    """Each rank records under its own role and rank, on one clock; levels switch per role (founding case B79)."""
+    here = {"sys_path": [str(Path(__file__).parents[2])]}
+    roles = {
+        "actor": Role("traced_engine:Recording", replicas=2, **here),
+        "critic": Role("traced_engine:Recording", **here),
+    }
+    config = load_config(data={"trace": {"level": "full", "merge": False}}).config
+    with Controller.launch("test", roles, root=tmp_path, scheduler="inline", config=config) as bus:
+        with trace.span("controller's own"):
+            assert bus.group("actor").work(1) == [True, True]
+        bus.group("critic").work(1)
+        bus.group("critic").later()
+        bus.group("critic").beside()
+        bus.config_perf_tracer({"level": "off"}, role="critic")
+        bus.group("critic").work(2)
+        bus.group("actor").work(2)
+        bus.save_perf_tracer(2)
+        root = bus.trial.traces
+    assert trace.tracers() == []
+    files = ["controller/traces_0", "actor/traces_0", "actor/traces_1", "critic/traces_0"]
+    events = {name: [json.loads(line) for line in (root / f"{name}.jsonl").read_text().splitlines()] for name in files}
+    spans = {
+        name: sorted(
+            f"{e['name']} {e.get('args', {}).get('step', '')}".strip() for e in found if e.get("cat") == "misc"
+        )
+        for name, found in events.items()
+    }
+    assert spans == {
+        "controller/traces_0": ["controller's own"],
+        "actor/traces_0": ["inner 1", "inner 2", "set up"],
+        "actor/traces_1": ["inner 1", "inner 2", "set up"],
+        "critic/traces_0": ["async", "beside", "inner 1", "set up"],
+    }
+    for name, found in events.items():
+        runs = {e["name"] for e in found if e.get("args", {}).get("kind") == "run"}
+        assert ("run work" in runs) == (not name.startswith("controller"))
+    metas = [found[0]["args"] for found in events.values()]
+    assert len({meta["epoch_mono_ns"] for meta in metas}) == 1
+    sessions = (root / "actor" / "sessions_1.jsonl").read_text().splitlines()[1:-1]
+    assert [(r["role"], r["rank"]) for r in map(json.loads, sessions)] == [("actor", 1)] * 2
 
 
 def test_split_and_concat_work_inline(bus):

@@ -416,7 +416,7 @@ def test_records_of_any_kind_arrive_or_are_counted(bench):
     bench.tracer.append((0, 17, "misc", now, now, None, None))
     bench.tracer.append((99, "what"))
     ids = (bytes(16), ("actor", 3), 7, "main", 0, 1, "train")
-    bench.tracer.append((5, *ids, now, now, now, now, now, "OK", None))
+    bench.tracer.append((5, *ids, now, now, now, now, now, "OK", now, None))
     bench.writer.flush()
     bench.settle()
     files = TrialFiles(bench.trial)

@@ -485,6 +485,54 @@ def test_arrows_join_both_sides_by_a_hash_of_the_ids(tmp_path):
     assert len(ids) == 2 * 198
 
 
+def test_the_answer_is_encoded_then_handed_on(tmp_path):
+    """The worker's side tells encoding and sending of the answer apart; the reply's arrow leaves with the latter."""
+    tracer, path = begin(tmp_path, level="rpc")
+    at = tracer.now()
+    ids = (SESSION, "actor/3", 77, "main", 5, 1, "train")
+    tracer.bus_server(*ids, at, at + 1000, at + 2000, at + 5000, at + 7000, "OK", at + 11_000)
+    trace.reset()
+    run, encode, reply = bus_events(path)[-3:]
+    assert [e["args"]["kind"] for e in (run, encode, reply)] == ["run", "encode_result", "reply"]
+    assert [e["dur"] for e in (run, encode, reply)] == [3.0, 2.0, 4.0]
+    assert encode["ts"] == pytest.approx(run["ts"] + run["dur"])
+    assert reply["ts"] == pytest.approx(encode["ts"] + encode["dur"])
+    assert "bind_id" not in encode
+    assert reply["flow_out"]
+
+
+def test_each_attempt_has_an_arrow_of_its_own(tmp_path):
+    """The arrow of a lost first attempt arrives nowhere; the second one's joins the run, and so does the reply's."""
+    tracer, path = begin(tmp_path, level="rpc")
+    at = tracer.now()
+    call = (SESSION, "actor/3", 77, "main", 5)
+    tracer.bus_sent(*call, 1, 2)
+    tracer.bus_client(*call, 2, "train", at, at + 1, at + 2, at + 9, at + 10, 100, 200, "OK", 0, 2)
+    tracer.bus_server(*call, 2, "train", at + 5, at + 6, at + 7, at + 8, at + 8, "OK", at + 9)
+    trace.reset()
+    events = bus_events(path)
+    out = {e["bind_id"]: e["name"] for e in events if e.get("flow_out")}
+    into = {e["bind_id"]: e["name"] for e in events if e.get("flow_in")}
+    first, _ = bus_flow_ids(*call, 1)
+    second, answer = bus_flow_ids(*call, 2)
+    assert out == {first: "send", second: "sent again", answer: "reply"}
+    assert into == {second: "queue train", answer: "decode"}
+    assert {e["args"]["attempt"] for e in events if e["args"]["kind"] in ("client", "queue", "run", "reply")} == {2}
+    assert next(e for e in events if e["args"]["kind"] == "client")["args"]["attempts"] == 2
+    assert {e["args"]["call"] for e in events} == {call_id(*call)}
+
+
+def test_a_request_that_waited_for_room_shows_when_it_left(tmp_path):
+    """A request of several calls that left later than it was placed has a mark for each call, and one arrow each."""
+    tracer, path = begin(tmp_path, level="rpc")
+    tracer.bus_sent(SESSION, "actor/3", 77, "main", 5, 3, 1)
+    trace.reset()
+    marks = bus_events(path)
+    assert [(e["name"], e["args"]["kind"], e["args"]["attempt"]) for e in marks] == [("sent late", "sent", 1)] * 3
+    assert [e["args"]["call"] for e in marks] == [call_id(SESSION, "actor/3", 77, "main", n) for n in (5, 6, 7)]
+    assert not any("bind_id" in e for e in marks)
+
+
 def test_phases_that_never_came_are_left_out(tmp_path):
     """A call that was never sent shows no wire; one without a reply ends its wire with the outcome."""
     tracer, path = begin(tmp_path, level="rpc")
