@@ -26,6 +26,7 @@ from controller.group import DEFAULT_DEADLINE_S, Group
 from controller.late import Patience
 from controller.members import Members
 from controller.patience import wait_reminding
+from controller.restarting import ask_restart
 from controller.role import Role
 from controller.scheduling.api import AgentExit, Job, Scheduler
 from controller.stacks import Stacks, ask_agents
@@ -36,7 +37,7 @@ from zbus.codec import decode, encode
 from zbus.config import Config, RoleConfig, TrialDir
 from zbus.data.courier import Courier
 from zbus.discovery.directory import Directory
-from zbus.errors import ConfigError, TrialError, Unavailable, ZbusError
+from zbus.errors import ConfigError, StartupError, TrialError, Unavailable, ZbusError
 from zbus.ids import WorkerName, new_session
 from zbus.protocol.journal import JournalReport
 from zbus.protocol.messages import Header, Outcome, OutcomeKind
@@ -63,6 +64,7 @@ log = logging.getLogger("zbus.controller")
 _STOP_ACK_S: Final = 2.0
 _GUEST_S: Final = 5.0
 _THREADS_S: Final = 0.5
+_RESTART_S: Final = 120.0
 
 Entry = tuple[JobRecord, Sequence[Any], Mapping[str, Any]]
 """A role's job with the engine's arguments."""
@@ -86,6 +88,7 @@ class Controller:
         self._placer: Any = None
         self._rosters: Mapping[str, Any] = {}
         self._deadline_s = DEFAULT_DEADLINE_S
+        self._startup_timeout = _RESTART_S
         self._client: Client | None = None
         self._members: Members | None = None
         self._tracer: Tracer | None = None
@@ -257,6 +260,51 @@ class Controller:
             found.update(self._ask(role, "zbus.status", timeout=timeout))
         return found
 
+    def restart(self, role: str, timeout: float | None = None) -> None:
+        """Give every rank of a role a fresh process and engine, and return when all are ready again.
+
+        For a group that is stuck: ranks that sit in a collective whose peer has failed are ended, by force after their
+        grace, and nothing waits for the collective's own timeout. Calls that are out end with what is known of them;
+        engines are told by ``recover``.
+
+        Args:
+            role: Which.
+            timeout: Seconds until all ranks must be ready; the launch's limit where not given.
+
+        Raises:
+            ConfigError: No such role, or one without agents (inline).
+            StartupError: No agent of the role answers, or ranks are missing at the deadline.
+        """
+        members, client = self._members, self._client
+        self.group(role)
+        if members is None or client is None:
+            msg = f"the ranks of {role} have no processes of their own to restart"
+            raise ConfigError(msg, hint="restart needs scheduler local or external, and not a guest")
+        limit = self._startup_timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        before = {one.name.rank: one.record.start for one in members.roles[role].members if one.record is not None}
+        records = Records(FileRegistry(self.trial.registry, create=False))
+        try:
+            agreed = ask_restart(client, records, members.roles[role].job)
+        finally:
+            records.close()
+        if not agreed:
+            msg = f"no agent of {role} answers, so its ranks cannot be restarted"
+            raise StartupError(msg, hint="zbus-controller status shows what runs")
+
+        def done() -> bool:
+            return members.first_error() is not None or all(
+                one.phase == "ready" and one.record is not None and one.record.start > before.get(one.name.rank, -1)
+                for one in members.roles[role].members
+            )
+
+        if not members.wait(done, max(0.0, deadline - time.monotonic())):
+            late = ", ".join(f"{one.name}: {one.phase}" for one in members.roles[role].members if one.phase != "ready")
+            msg = f"{role} was not ready again within {limit:g} s"
+            raise StartupError(msg, facts={"late": late or "ranks of the start before are still there"})
+        if (error := members.first_error()) is not None:
+            raise error
+
     def report(self) -> dict[str, Any]:
         """Return figures of this session: wall seconds, roles, calls, retransmissions, probes, shared memory."""
         stats = {} if self._client is None else self._client.statistics()
@@ -292,6 +340,7 @@ class Controller:
     # -- launching -----------------------------------------------------------------------------------------------
 
     def _launch(self, plan: _Plan) -> None:
+        self._startup_timeout = plan.startup_timeout
         deadline = time.monotonic() + plan.startup_timeout
         if not plan.keeps_lock:
             self._closers.callback(self.trial.unlock)

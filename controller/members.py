@@ -17,13 +17,14 @@ from typing import Any, Final
 
 from controller.late import Late, Patience
 from controller.placer import WorkerFacts
+from controller.restarting import ask_restart
 from controller.scheduling.api import AgentExit
 from controller.stacks import Stacks
 from zbus.codec import decode, encode
 from zbus.codec.exceptions import rebuild_exception
 from zbus.discovery.state import Event, LeaseExpired, LeaseRenewed, WorkerExited, WorkerReplaced, WorkerSeen
 from zbus.engine import EndpointSpec, Mesh, table_from_wire
-from zbus.errors import EngineLoadError, RegistryError, StartupError, WorkerLost
+from zbus.errors import EngineLoadError, RegistryError, StartupError, WorkerLost, ZbusError
 from zbus.ids import WorkerName
 from zbus.protocol.journal import JournalReport
 from zbus.protocol.messages import Outcome, OutcomeKind
@@ -43,6 +44,7 @@ _LAST_WORD_S: Final = 0.1
 """How long an exit record may take to be seen after the agent that wrote it has ended."""
 
 _IDLE_S: Final = 0.5
+_FENCED: Final = 11
 
 
 class Phase:
@@ -103,6 +105,7 @@ class RoleMembers:
         self.members = [Member(WorkerName(job.role, rank)) for rank in range(job.world_size)]
         self.arguments = arguments
         self.table: dict[str, EndpointSpec] = {}
+        self.restarted: set[int] = set()  # starts whose failure has had the other agents restart theirs
         self._exit_of = exits
         self.agent_end: str = ""
         self.late: Late | None = None
@@ -330,6 +333,8 @@ class Members:
             return
         if member.record is not None and record.incarnation <= member.record.incarnation:
             return
+        if member.record is not None and member.record.agent != record.agent:
+            self._restart_others(self.roles[record.role], record.agent, member.record.start)
         if member.peer is not None and member.peer.state is not PeerState.DEAD:
             self._replace(member, record)
         if member.peer is not None:
@@ -439,6 +444,8 @@ class Members:
         if member.record is not None and record.incarnation < member.record.incarnation:
             return  # the end of an earlier start
         member.exited = record
+        if not record.stopped and record.exit_code not in (0, _FENCED):
+            self._restart_others(self.roles[record.role], record.agent, record.start)
         if member.peer is not None and member.peer.incarnation == record.incarnation:
             self._end(member, "worker_exit", _how(record), record.journal)
         else:
@@ -453,6 +460,26 @@ class Members:
         for member in role.members:
             if member.suspect_since is None and member.phase not in (Phase.WAITING, Phase.DEAD):
                 member.suspect_since = time.monotonic()
+
+    def _restart_others(self, role: RoleMembers, agent: str, start: int) -> None:
+        """Under ``restart="all"`` have the other agents of a role restart too: a collective is one whole.
+
+        Each agent does so for its own ranks; of those of other hosts it knows nothing.
+        """
+        if role.job.restart != "all" or start in role.restarted or self._ending:
+            return
+        role.restarted.add(start)
+
+        def ask() -> None:
+            try:
+                agreed = ask_restart(self._client, self._records, role.job, but=agent)
+            except ZbusError as error:
+                log.warning("the other ranks of %s could not be restarted: %s", role.role, error)
+            else:
+                for other in agreed:
+                    log.info("agent %s restarts its ranks of %s: a rank elsewhere failed", other, role.role)
+
+        threading.Thread(target=ask, name="zbus-restart", daemon=True).start()
 
     def gave_up(self, role: str) -> Exception | None:
         """Return the error of a rank that died again and again while starting, once its agent has given up."""
