@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import click
 
 from traceview.console import (
     Progress,
+    SourcePath,
     duration,
     errors,
     fail,
@@ -20,6 +22,7 @@ from traceview.console import (
     print_json,
     print_table,
     source_options,
+    sources,
     words,
 )
 
@@ -118,7 +121,7 @@ def stragglers(context: click.Context, /, inputs: tuple[str, ...], **options: An
 
 
 @click.command()
-@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@sources
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Write the page of sessions to this .html file.")
 @click.option("--csv", "csv_to", type=click.Path(dir_okay=False), help="Write one line per session to this file.")
 @output_options
@@ -271,7 +274,7 @@ def view(context: click.Context, /, inputs: tuple[str, ...], **options: Any) -> 
         except OSError as error:
             msg = f"port {options['port']} cannot be used: {error.strerror}"
             raise InputError(msg, hint="without --port any free one is taken") from error
-    with viewer:
+    with contextlib.suppress(KeyboardInterrupt), viewer:
         if as_json:
             print_json({"schema": "zbus.traceview.view/1", "url": viewer.url, "ssh": ssh_line(viewer.port)})
         else:
@@ -288,15 +291,12 @@ def view(context: click.Context, /, inputs: tuple[str, ...], **options: Any) -> 
 def _serve(viewer: Any, *, once: bool, quiet: bool) -> None:
     import threading
 
-    try:
-        if once:
-            viewer.served.wait()
-        else:
-            if not quiet:
-                click.echo("Ctrl-C ends it", err=True)
-            threading.Event().wait()
-    except KeyboardInterrupt:
-        return
+    if once:
+        viewer.served.wait()
+    else:
+        if not quiet:
+            click.echo("Ctrl-C ends it", err=True)
+        threading.Event().wait()
 
 
 def _merged(inputs: tuple[str, ...], options: dict[str, Any]) -> bytes:
@@ -317,8 +317,8 @@ def _merged(inputs: tuple[str, ...], options: dict[str, Any]) -> bytes:
 
 
 @click.command()
-@click.argument("before", metavar="A")
-@click.argument("after", metavar="B")
+@click.argument("before", metavar="A", type=SourcePath())
+@click.argument("after", metavar="B", type=SourcePath())
 @click.option("--metric", default="p50", type=click.Choice(["p50", "p90", "p99", "mean", "total", "count"]))
 @click.option("--fail-over", metavar="10%", help="Exit 10 if a span grew by more, beyond the noise.")
 @click.option("--top", type=click.IntRange(1), default=30, show_default=True, help="Rows of the table.")

@@ -1,7 +1,7 @@
 """The ``traceview`` command. Only click is loaded until a command runs.
 
 Results go to stdout, warnings, progress and hints to stderr. Exit codes: 0, 2 usage or input, 5 output, 7 incomplete
-data with ``--strict``, 10 a check failed.
+data with ``--strict``, 10 a check failed, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ class _Lazy(click.Group):
         command: click.Command = getattr(importlib.import_module(module), name)
         return command
 
+    def invoke(self, context: click.Context) -> Any:
+        """Run the command; Ctrl-C ends it with 130 and no word."""
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt:
+            context.exit(130)
+
 
 @click.group(cls=_Lazy, context_settings=_SETTINGS, invoke_without_command=True)
 @click.option("--json", "as_json", is_flag=True, help="As --json of the command; with --version: as JSON.")
@@ -54,7 +61,7 @@ class _Lazy(click.Group):
 def main(context: click.Context, /, *, as_json: bool, version: bool, quiet: bool) -> None:
     """Read the traces of a run: one timeline, statistics, who made whom wait, checks.
 
-    INPUT is a trial directory, a trace directory, files or a quoted glob; .gz and .zst are read too.
+    INPUT is a trial directory (DIR/last: the newest in DIR), a trace directory, files or a quoted glob; .gz, .zst too.
     """
     context.obj = {"json": as_json, "quiet": quiet}
     if version:

@@ -20,6 +20,7 @@ from traceview.console import (
     print_json,
     range_of,
     source_options,
+    sources,
     time_ns,
     warn,
     words,
@@ -151,7 +152,7 @@ def _fail_strict(problems: dict[str, int], *, as_json: bool) -> NoReturn:
 
 
 @click.command()
-@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@sources
 @click.option("--repair", is_flag=True, help="Write what is good or can be repaired to the directory of -o.")
 @click.option("-o", "--output", type=click.Path(file_okay=False), help="Directory for --repair.")
 @output_options
@@ -185,7 +186,7 @@ def validate(context: click.Context, /, inputs: tuple[str, ...], **options: Any)
 
 
 @click.command()
-@click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")
+@sources
 @click.option("-o", "--output", type=click.Path(), required=True, help="File, or directory for jsonl.")
 @click.option("--to", type=click.Choice(["chrome", "perfetto", "jsonl", "otlp"]), help="[default: by the name of -o]")
 @output_options

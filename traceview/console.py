@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Progress",
+    "SourcePath",
     "duration",
     "errors",
     "fail",
@@ -31,6 +33,7 @@ __all__ = [
     "range_of",
     "shown",
     "source_options",
+    "sources",
     "time_ns",
     "words",
 ]
@@ -38,6 +41,20 @@ __all__ = [
 _UNITS: Final = {"ns": 1, "us": 1_000, "µs": 1_000, "ms": 1_000_000, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9}
 _TIME: Final = re.compile(r"(-?\d+(?:\.\d+)?)\s*(ns|us|µs|ms|s|m|h)?")
 _EVERY_S: Final = 0.2
+
+
+class SourcePath(click.ParamType[str]):
+    """What names traces: any text; ``DIR/last`` is the newest trial in DIR."""
+
+    name = "input"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the path; an input error later if it leads nowhere."""
+        path = Path(value)
+        if path.name != "last" or path.exists() or not path.parent.is_dir():
+            return value
+        trials = [trial for trial in path.parent.iterdir() if (trial / "traces").is_dir()]
+        return str(max(trials, key=lambda trial: (trial / "traces").stat().st_mtime)) if trials else value
 
 
 def output_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,7 +68,11 @@ def source_options(function: Callable[..., Any]) -> Callable[..., Any]:
     function = click.option("--all-runs", is_flag=True, help="Keep files of older runs in the same tree.")(function)
     function = click.option("--ranks", metavar="0,2-5", default="", help="Only these ranks.")(function)
     function = click.option("--roles", metavar="A,B", default="", help="Only these roles.")(function)
-    return click.argument("inputs", nargs=-1, required=True, metavar="INPUT...")(function)
+    return sources(function)
+
+
+sources = click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=SourcePath())
+"""Add INPUT..."""
 
 
 def modes(context: click.Context, options: dict[str, Any]) -> tuple[bool, bool]:

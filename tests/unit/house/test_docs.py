@@ -40,7 +40,7 @@ def test_the_first_screen_shows_a_short_script_and_exactly_two_commands():
     code = [line for line in script.splitlines() if line.strip() and not line.startswith("#")]
 
     assert len(code) <= 12
-    assert re.search(r"^```\n\./zb demo +#.*\n\./zb test +#.*\n```", text, re.MULTILINE)
+    assert re.search(r"^```sh\n\./zb demo +#.*\n\./zb test +#.*\n```", text, re.MULTILINE)
     assert "pip install zbus-runtime" in text
     assert not re.search(r"pip install zbus(?!-runtime)", text)
 

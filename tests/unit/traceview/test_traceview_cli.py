@@ -169,3 +169,31 @@ def test_help_loads_only_what_it_needs():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.splitlines()[-1] == "[]"
+
+
+def test_last_is_the_newest_trial_of_a_directory(trial, tmp_path):
+    """``DIR/last`` names the trial whose traces changed last; a directory of that name is meant itself."""
+    import os
+    import shutil
+
+    root = tmp_path / "runs"
+    for age, name in ((200, "a"), (100, "b"), (300, "c")):
+        shutil.copytree(trial / "traces", root / name / "traces")
+        at = (root / name / "traces").stat().st_mtime - age
+        os.utime(root / name / "traces", (at, at))
+    (root / "no-trial").mkdir()
+    assert call("merge", root / "last")[1].strip() == str(root / "b" / "traces" / "merged.json.gz")
+    shutil.copytree(root / "c", root / "last")
+    assert call("merge", root / "last")[1].strip() == str(root / "last" / "traces" / "merged.json.gz")
+    assert call("stats", tmp_path / "nothing" / "last")[0] == 2
+
+
+def test_ctrl_c_ends_with_130(trial, monkeypatch):
+    """An interrupted command says nothing and exits 130."""
+
+    def interrupted(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("traceview.survey.survey", interrupted)
+    code, out, err = call("stats", trial)
+    assert (code, out, err) == (130, "", "")
