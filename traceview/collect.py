@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -15,20 +16,22 @@ import click
 if TYPE_CHECKING:
     from zbus.trace.wire import SidecarRecord
 
-__all__ = ["collect", "run_sidecar"]
+__all__ = ["collect", "finish_spool", "run_sidecar"]
 
 
 @click.command()
 @click.argument("trial", type=click.Path(exists=True, file_okay=False))
 @click.option("--bind", "host", metavar="HOST", help="Also listen on tcp at this address (processes of other hosts).")
 @click.option("--parent", type=int, metavar="PID", help="End when this process has ended.")
+@click.option("--finish", is_flag=True, help="Only write what a killed sidecar left, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print the ledger as one JSON object at the end.")
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
-def collect(*, trial: str, host: str | None, parent: int | None, as_json: bool, quiet: bool) -> None:
+def collect(*, trial: str, host: str | None, parent: int | None, finish: bool, as_json: bool, quiet: bool) -> None:
     """Collect the traces of a running trial, so that processes need not write files themselves.
 
     TRIAL is the trial directory. Processes find the sidecar by the registry and hand their records over; they go on
-    by themselves when it stops. End it with Ctrl-C or SIGTERM: everything taken is written first.
+    by themselves when it stops. End it with Ctrl-C or SIGTERM: everything taken is written first. With --finish it
+    takes nothing: after a trial whose sidecar was killed it writes what is left in the spool.
     """
     from zbus.errors import ZbusError
 
@@ -41,7 +44,10 @@ def collect(*, trial: str, host: str | None, parent: int | None, as_json: bool, 
             click.echo(f"collecting into {Path(trial) / 'traces'} on {', '.join(endpoints)}", err=True)
 
     try:
-        ledger = run_sidecar(Path(trial), stop, host=host, parent=parent, on_ready=ready)
+        if finish:
+            ledger = finish_spool(Path(trial))
+        else:
+            ledger = run_sidecar(Path(trial), stop, host=host, parent=parent, on_ready=ready)
     except ZbusError as error:
         click.echo(f"error[{error.code}]: {error.message}", err=True)
         if error.hint:
@@ -112,6 +118,25 @@ def run_sidecar(
         done = collector.close()
         factory.close()
     runtime.remove()
+    return {"sources": collector.ledger(), "refused": collector.refused, "complete": done}
+
+
+def finish_spool(trial: Path) -> dict[str, Any]:
+    """Write what a killed sidecar left in the spool of a trial; return the ledger.
+
+    Raises:
+        ZbusError: There is a sidecar.
+        OSError: The trace root cannot be written.
+    """
+    from zbus.trace.collector import Collector
+    from zbus.transport.sockets import SocketFactory
+
+    factory = SocketFactory(max_sockets=8)
+    try:
+        collector = Collector(trial / "traces", factory)
+        done = collector.close(timeout_s=math.inf)
+    finally:
+        factory.close()
     return {"sources": collector.ledger(), "refused": collector.refused, "complete": done}
 
 

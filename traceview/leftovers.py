@@ -2,7 +2,8 @@
 
 A trace root that had a sidecar is looked through before it is read: blocks that stand in the spool alone are put to
 the file of their process as a spill is, a torn block is taken from where it is whole, and numbers that stand nowhere
-are told: they are records that nobody counted. Nothing in the trace root is changed; ``traceview collect`` finishes it.
+are told: they are records that nobody counted. Nothing in the trace root is changed: that is ``traceview collect
+--finish``.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ class _Root:
             except OSError as error:
                 self._problems.add("ZT0102", "unreadable", f"{segment} cannot be read: {error.strerror}")
         if blocks:
-            text = f"{self._root / 'spool'} of a killed sidecar held {blocks} blocks: read (traceview collect ends it)"
+            text = f"{self._root / 'spool'} of a killed sidecar held {blocks} blocks: read"
+            text += " (traceview collect --finish writes them)"
             self._problems.add("ZT0119", "spool_read", text, blocks)
         return made
 

@@ -107,6 +107,7 @@ class Nemesis:
 
     Attributes:
         injected: How many were injected, by kind.
+        kills: Workers that lived when they were killed.
         errors: What went wrong in injecting, which must be nothing.
     """
 
@@ -224,10 +225,14 @@ class Nemesis:
     def _kill(self, fault: Fault, _worker: str) -> str:
         handle = self._await_living(fault.rank)
         running = self._await_running(fault.rank) if fault.amount % 4 else ""  # the others hit whatever there is
+        self._end(handle)
+        return f"pid {handle.pid} {running}"
+
+    def _end(self, handle: ProcessHandle) -> None:
+        """Kill a process, and count it if it lived."""
+        self.kills += not handle.ended()
         handle.signal(signal.SIGKILL)
         handle.close()
-        self.kills += 1
-        return f"pid {handle.pid} {running}"
 
     def _await_running(self, rank: int) -> str:
         """Wait a moment for a call that runs on a rank, as the ground truth tells, and return its id."""
@@ -242,13 +247,7 @@ class Nemesis:
     def _stop_and_kill(self, fault: Fault, _worker: str) -> str:
         handle = self._await_living(fault.rank)
         handle.signal(signal.SIGSTOP)
-        self.kills += 1
-
-        def kill() -> None:
-            handle.signal(signal.SIGKILL)
-            handle.close()
-
-        self._later(fault.seconds / 2, kill)
+        self._later(fault.seconds / 2, lambda: self._end(handle))
         return f"pid {handle.pid}"
 
     def _stop(self, fault: Fault, _worker: str) -> str:
