@@ -7,8 +7,10 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -255,6 +257,62 @@ def test_a_hub_restarted_at_its_old_address_is_used_again(world):
     again.start()
     world.ending.callback(again.stop)
     assert directory.wait_for(lambda view: view.ranks("actor"), scaled(10)) == {0: record}
+
+
+@contextlib.contextmanager
+def other_service(port: int):
+    """Answer on a port as a web server does; gives a list that grows with each connection."""
+    asked: list[socket.socket] = []
+
+    def bind() -> socket.socket | None:
+        with contextlib.suppress(OSError):  # what the hub had is closed in the background
+            return socket.create_server(("127.0.0.1", port))
+        return None
+
+    server = wait_until(bind, what="the port to be free")
+    server.settimeout(0.02)
+    over = threading.Event()
+
+    def serve() -> None:
+        while not over.is_set():
+            with contextlib.suppress(TimeoutError):
+                connection, _ = server.accept()
+                asked.append(connection)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n".ljust(100))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield asked
+    finally:
+        over.set()
+        thread.join()
+        for one in (server, *asked):
+            one.close()
+
+
+def test_a_hub_whose_port_another_service_had_meanwhile_is_used_again(world):
+    """Libzmq gives up a connection on which no ZMTP comes; both sides of the channel are then made anew."""
+    hub = (world.hub.pub_endpoints[1:], world.hub.sub_endpoints[1:])
+    ports = [int(endpoint.rpartition(":")[2]) for side in hub for endpoint in side]
+    settings = Settings(reconcile_s=60.0, blind_s=60.0, probe_s=0.2, probe_limit_s=0.3, redial_s=0.3)
+    directory = world.directory(settings, hub=hub)
+    announcer = Announcer(world.factory, 5, hub_pub=hub[0], beat_s=0.3, redial_s=0.3)
+    world.ending.callback(announcer.close)
+    wait_until(lambda: announcer.listened, what="a listener")
+    assert world.hub.stop()
+    with contextlib.ExitStack() as services:
+        asked = [services.enter_context(other_service(port)) for port in ports]
+        # Two publishers and one subscriber were cut off by it; each must have dialled anew.
+        wait_until(lambda: len(asked[0]) >= 4 and len(asked[1]) >= 2, 20, "the hub to be dialled anew")
+    again = Hub(world.factory, pub=hub[0], sub=hub[1])
+    again.start()
+    world.ending.callback(again.stop)
+    record = world.join(0)
+    wait_until(lambda: announcer.listened, 30, "a listener again")
+    announcer.joined(record)
+    assert directory.wait_for(lambda view: view.ranks("actor"), scaled(20)) == {0: record}
+    assert directory.stats()["redials"] >= 1
 
 
 class Moody(MemoryRegistry):

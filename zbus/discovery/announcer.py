@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Final
 
 from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.discovery.hints import Hint, HintKind, encode_hint, topic_of
+from zbus.discovery.redial import Redial
 from zbus.errors import RegistryError, ZbusError
 from zbus.registry.records import AgentRecord, EpochRecord, ExitRecord, Records, WorkerRecord
 from zbus.transport.pubsub import Publisher, wait_readable
@@ -41,6 +43,7 @@ class Announcer:
         clock: Time source.
         beat_s: Seconds between beats; each repeats how many hints there were.
         look_s: Seconds between looks for a newer epoch while somebody listens.
+        redial_s: Seconds without a listener after which the hub is connected to anew; then less and less often.
 
     Attributes:
         dropped: Hints dropped because more than 10,000 were waiting.
@@ -56,6 +59,7 @@ class Announcer:
         clock: Clock = SYSTEM_CLOCK,
         beat_s: float = 5.0,
         look_s: float = 5.0,
+        redial_s: float = 2.0,
     ) -> None:
         self._publisher = Publisher(factory, publisher)
         self._records = records
@@ -64,6 +68,7 @@ class Announcer:
         self._clock = clock
         self._beat_ns = int(beat_s * _NS)
         self._look_ns = int(look_s * _NS)
+        self._redial = Redial(first_s=redial_s, jitter=random.random())  # noqa: S311  # no secret
         self._waiting: deque[Hint] = deque()
         self._states: dict[tuple[str, int], Hint] = {}
         self._lock = threading.Lock()
@@ -162,14 +167,25 @@ class Announcer:
                 beats.extend(now + int(after * _NS) for after in _QUICK_BEATS_S)
             if self._stopping:
                 return
+            self._dial_again(now)
             if now >= next_beat or (beats and now >= beats[0]):
                 while beats and now >= beats[0]:
                     beats.popleft()
                 next_beat = now + self._beat_ns
                 self._publisher.beat()
-            wake = min([next_beat, *list(beats)[:1], *([next_look] if self._records is not None else [])])
+            due = self._redial.due_ns
+            wake = min(
+                [next_beat, *list(beats)[:1], *([next_look] if self._records is not None else []), due or next_beat]
+            )
             wait_readable((self._publisher.socket, self._bell), (wake - self._clock.monotonic_ns()) / _NS)
             self._unring()
+
+    def _dial_again(self, now: int) -> None:
+        """Connect to the hub anew while it does not listen: libzmq may have given the connection up."""
+        if self._publisher.listened or not self._publisher.endpoints:
+            self._redial.heard()
+        elif self._redial.silent(now):
+            self._publisher.connect(list(self._publisher.endpoints))
 
     def _unring(self) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -87,6 +88,7 @@ class Directory:
             settings if settings is not None else Settings(),
             has_hub=factory is not None and hub is not None,
             now_ns=clock.monotonic_ns(),
+            jitter=random.random(),  # noqa: S311  # no secret
         )
         self._changed = threading.Condition()
         self._view = View()
@@ -147,7 +149,7 @@ class Directory:
         self._wish(lambda _now: self._listen(hub))
 
     def stats(self) -> dict[str, int]:
-        """Return counters: ``gaps``, ``duplicates``, ``junk_hints``, ``handler_errors``, ``looks`` at everything."""
+        """Return counters: ``gaps``, ``duplicates``, ``junk_hints``, ``handler_errors``, ``looks``, ``redials``."""
         junk = self._junk_hints + (self._subscriber.junk if self._subscriber is not None else 0)
         return {
             "gaps": self._state.gaps,
@@ -155,6 +157,7 @@ class Directory:
             "junk_hints": junk,
             "handler_errors": self._handler_errors,
             "looks": self._looks,
+            "redials": self._state.redials,
         }
 
     def close(self, timeout_s: float = 2.0) -> bool:
@@ -203,6 +206,8 @@ class Directory:
         events = self._receive(now)
         events += self._state.tick(now)
         due = self._state.due(now)
+        if due.redial:
+            self._dial_again()
         if due.probe and self._publisher is not None:
             self._publisher.publish(probe_topic(self._number), _PROBE)
         if due.everything:
@@ -305,11 +310,21 @@ class Directory:
     def _listen(self, hub: Hub) -> None:
         if self._publisher is None or self._subscriber is None:
             return
+        self._connect(hub)
+        self._state.moved(has_hub=True, now_ns=self._clock.monotonic_ns())
+
+    def _connect(self, hub: Hub) -> None:
+        assert self._publisher is not None  # noqa: S101  # asked for by both callers
+        assert self._subscriber is not None  # noqa: S101  # as above
         pub, sub = hub
         self._tracker.reset()
         self._publisher.connect(pub)
         self._subscriber.connect(sub, (HINTS_PREFIX.encode(), topic_bytes(probe_topic(self._number))))
-        self._state.moved(has_hub=True, now_ns=self._clock.monotonic_ns())
+
+    def _dial_again(self) -> None:
+        """Make both connections to the hub anew: one of them may have been given up by libzmq."""
+        if self._publisher is not None and self._subscriber is not None and self._subscriber.endpoints:
+            self._connect((list(self._publisher.endpoints), list(self._subscriber.endpoints)))
 
     def _tell(self, events: Sequence[Event], *, looked: bool) -> None:
         """Publish the new view, wake waiters, call back."""

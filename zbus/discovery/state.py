@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from zbus.discovery.hints import Hint, HintKind
+from zbus.discovery.redial import Redial
 from zbus.ids import WorkerName
 from zbus.registry.lease import LeaseObserver, LeaseState
 from zbus.registry.records import AgentRecord, EpochRecord, ExitRecord, Lease, WorkerRecord
@@ -179,6 +180,7 @@ class Settings:
         probe_again_s: Between probes until one is heard.
         probe_limit_s: Without an echo for so long, the hint path is down.
         spacing_s: Least time between two looks at everything, whatever asks for them.
+        redial_s: While the hint path is down, the hub is connected to anew after so long, then less and less often.
     """
 
     reconcile_s: float = 2.0
@@ -188,6 +190,7 @@ class Settings:
     probe_again_s: float = 0.1
     probe_limit_s: float = 2.0
     spacing_s: float = 0.02
+    redial_s: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +212,14 @@ class Due(NamedTuple):
         leases: Read the leases and call ``leases``; never together with ``everything``.
         looks: Read the records that these hints name and call ``found`` for each.
         probe: Send a probe.
+        redial: Connect to the hub anew: nothing comes through the connection there is.
     """
 
     everything: bool
     leases: bool
     looks: tuple[Hint, ...]
     probe: bool
+    redial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,13 +258,15 @@ class DirectoryState:
         settings: Periods.
         has_hub: Whether there is a hint path at all.
         now_ns: The owner's monotonic clock.
+        jitter: Between 0 and 1, see ``Redial``.
 
     Attributes:
         gaps, duplicates: Gaps and second copies seen in hints.
     """
 
-    def __init__(self, settings: Settings, *, has_hub: bool, now_ns: int) -> None:
+    def __init__(self, settings: Settings, *, has_hub: bool, now_ns: int, jitter: float = 1.0) -> None:
         self._settings = settings
+        self._redial = Redial(first_s=settings.redial_s, jitter=jitter)
         self._has_hub = has_hub
         self._launching = False
         self._workers: dict[WorkerName, WorkerRecord] = {}
@@ -285,6 +292,11 @@ class DirectoryState:
         self.gaps = 0
         self.duplicates = 0
 
+    @property
+    def redials(self) -> int:
+        """How often the hub was connected to anew because nothing came."""
+        return self._redial.count
+
     # -- what to do
 
     def due(self, now_ns: int) -> Due:
@@ -303,13 +315,16 @@ class DirectoryState:
         if probe:
             again_s = self._settings.probe_again_s if self._hints_up is not False else self._settings.probe_limit_s / 2
             self._next_probe_ns = now_ns + int(again_s * _NS)
-        return Due(everything, leases, looks, probe)
+        redial = self._has_hub and self._hints_up is False and self._redial.silent(now_ns)
+        return Due(everything, leases, looks, probe, redial)
 
     def next_ns(self) -> int:
         """Return when something is due next."""
         times = [self._next_full_ns, self._next_leases_ns, *(when for when, _ in self._looks.values())]
         if self._has_hub:
             times.append(self._next_probe_ns)
+            if self._redial.due_ns is not None:
+                times.append(self._redial.due_ns)
         return min(times)
 
     def refresh(self, now_ns: int) -> None:
@@ -349,6 +364,7 @@ class DirectoryState:
 
     def echo(self, now_ns: int) -> list[Event]:
         """The own probe came back."""
+        self._redial.heard()
         self._heard_ns = now_ns
         self._next_probe_ns = now_ns + int(self._settings.probe_s * _NS)
         if self._hints_up:
@@ -371,6 +387,7 @@ class DirectoryState:
     def moved(self, *, has_hub: bool, now_ns: int) -> None:
         """The directory listens to another hub, or to none."""
         self._has_hub = has_hub
+        self._redial.heard()
         self._hints_up = None
         self._heard_ns = self._next_probe_ns = now_ns
         self.refresh(now_ns)
