@@ -66,6 +66,9 @@ class Role:
         if not self.engine:
             msg = "a role needs an engine"
             raise ConfigError(msg, hint="name it as package.module:Class or file.py:Class")
+        if self.replicas is not None and type(self.replicas) is not int:  # True is no number of ranks
+            msg = f"replicas={self.replicas!r} is no number of ranks"
+            raise ConfigError(msg, hint="give a whole number, at least 1")
         if self.replicas is not None and self.replicas < 1:
             msg = f"replicas={self.replicas} starts no worker"
             raise ConfigError(msg, hint="give at least 1")
