@@ -308,6 +308,7 @@ class BatchFuture(Generic[T]):
             if not self.done():
                 raise self._given_up()
             if self._answer is None and self._error is None:
+                self._placement.asked()
                 try:
                     self._answer = (self._merged(),)
                 except Exception as error:  # noqa: BLE001  # kept, so that every asker gets the same
@@ -336,7 +337,9 @@ class BatchFuture(Generic[T]):
         if failures:
             raise self._failure(failures)
         outcomes = [placement.slots.outcome(m, self._call) for m in range(len(placement.order.ranks))]
-        return self._merge([self._value(member, outcome) for member, outcome in enumerate(outcomes) if outcome])
+        values = [self._value(member, outcome) for member, outcome in enumerate(outcomes) if outcome]
+        placement.decoded()
+        return self._merge(values)
 
     def _failure(self, failures: Sequence[Failure], late: Mapping[int, str] | None = None) -> Exception:
         order = self._placement.order

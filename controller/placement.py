@@ -136,6 +136,8 @@ class Placement:
         self._batch = tracer.next_batch() if tracer.rpc else 0
         self._sent_ns = 0
         self._last_ns = 0
+        self._taken_ns = 0
+        self._decoded_ns = 0
         self._untraced: list[tuple[int, int, Outcome, int, int]] = []  # what came before ``place`` returned
         self._late = getattr(order.roster, "late", None)  # who watches calls that take too long
 
@@ -337,6 +339,16 @@ class Placement:
             outcome.attempts,
         )
 
+    def asked(self) -> None:
+        """Note for the trace that somebody takes an answer now."""
+        if self._tracer is not None:
+            self._taken_ns, self._decoded_ns = time.monotonic_ns(), 0
+
+    def decoded(self) -> None:
+        """Note for the trace that the parts of the answer being taken are decoded, and merged from now on."""
+        if self._tracer is not None:
+            self._decoded_ns = time.monotonic_ns()
+
     def concluded(self, call: int, merged: bool) -> None:  # noqa: FBT001  # one caller
         """Record in the trace that the answer of one call was made now, or (not ``merged``) could not be."""
         order, tracer = self.order, self._tracer
@@ -345,6 +357,7 @@ class Placement:
             tracer.bus_batch(
                 order.methods[call], self._batch, order.lane, len(order.ranks), len(order.methods),
                 order.submitted_ns, self._last_ns or now_ns, now_ns if merged else 0, "OK" if merged else "FAILED",
+                self._taken_ns, self._decoded_ns,
             )  # fmt: skip
 
     def _take_chunk(self, _member: int, _number: int, item: Buffers) -> None:

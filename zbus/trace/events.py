@@ -33,6 +33,7 @@ ROW_BASE: Final = 10_000_000
 """Thread ids from here on are rows, not threads: above every Linux thread id (at most 2^22)."""
 
 _ROWS: Final = 1 << 24
+_AT_ONCE_NS: Final = 1_000_000
 
 
 class Event(msgspec.Struct, omit_defaults=True, gc=False):  # no cycles; a collector that visits them costs threefold
@@ -307,13 +308,18 @@ class Expander:
             part.args = {"kind": "reply", "call": call, "attempt": attempt}
 
     def _batch(self, record: Record, tid: int, out: list[Event]) -> None:
-        _, method, batch, lane, members, calls, submit, done, merged, outcome, task = record
+        _, method, batch, lane, members, calls, submit, done, merged, outcome, taken, decoded, task = record
         facts = {"batch": batch, "method": method, "lane": lane, "members": members, "calls": calls}
         track = f"batch {batch}"
-        whole = self._span(out, f"batch {method}", (submit, merged or done), self._row(f"batches {lane}", out), track)
+        # An answer that was taken long after it had come does not make the batch longer.
+        end = done if taken - done > _AT_ONCE_NS else merged or done
+        whole = self._span(out, f"batch {method}", (submit, end), self._row(f"batches {lane}", out), track)
         whole.args = {"kind": "batch", **facts, "outcome": outcome}
+        if taken and decoded:
+            part = self._span(out, "decode", (taken, decoded), tid, task or "")
+            part.args = {"kind": "decode_results", "batch": batch}
         if merged:
-            part = self._span(out, f"merge {method}", (done, merged), tid, task or "")
+            part = self._span(out, f"merge {method}", (decoded or taken or done, merged), tid, task or "")
             part.args = {"kind": "merge", "batch": batch}
 
     def _profile(self, record: Record, out: list[Event]) -> None:

@@ -310,6 +310,8 @@ class Tracer:
         t_done: int,
         t_merged: int,
         outcome: str,
+        t_taken: int = 0,
+        t_decoded: int = 0,
     ) -> None:
         """Record a whole batch, once, on the thread that took its result; ask ``rpc`` first.
 
@@ -323,9 +325,13 @@ class Tracer:
             t_done: When its last outcome came.
             t_merged: When the collected value was ready; 0 if nothing was merged.
             outcome: ``OK``, or the kind of its worst outcome.
+            t_taken: When the caller began to take the answer, which may be long after ``t_done``; 0: not known.
+            t_decoded: When the members' results were decoded; 0: never, or not known.
         """
-        record = (BATCH, method, batch, lane, members, calls, t_submit, t_done, t_merged, outcome, current_task_name())
-        self.append(record)
+        task = current_task_name()
+        self.append(
+            (BATCH, method, batch, lane, members, calls, t_submit, t_done, t_merged, outcome, t_taken, t_decoded, task)
+        )
 
     # -- gauges ---------------------------------------------------------------------------------------------------
 

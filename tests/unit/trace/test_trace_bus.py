@@ -53,6 +53,26 @@ def test_a_batch_is_one_span_with_its_calls_and_the_merge_of_their_results(tmp_p
     assert [e["args"]["batch"] for e in events if e["name"] == "call train"] == [batch, batch]
 
 
+def test_an_answer_taken_late_makes_no_batch_longer(tmp_path: Path):
+    """Decoding and merging are shown when they happen; a batch ends with its last outcome if nobody waited for it."""
+    path = begin(tmp_path)
+    tracer = trace.get_tracer()
+    at = tracer.now()
+    waited, late = at + 10_000, at + 5_000_000_000
+    for number, taken in enumerate((waited, late), 1):
+        tracer.bus_batch(
+            "train", number, "main", 2, 1, at, at + 9000, taken + 7000, "OK", taken, taken + 3000
+        )  # fmt: skip
+    trace.reset()
+    events = lines(path)
+    assert [e["dur"] for e in events if e["name"] == "batch train"] == [17.0, 9.0]
+    for kind, dur in (("decode_results", 3.0), ("merge", 4.0)):
+        assert [e["dur"] for e in events if e.get("args", {}).get("kind") == kind] == [dur, dur]
+    merge = [e for e in events if e["name"] == "merge train"][1]
+    whole = [e for e in events if e["name"] == "batch train"][1]
+    assert merge["ts"] - whole["ts"] == pytest.approx(5_000_003.0)
+
+
 def test_numbers_of_batches_are_never_used_twice(tmp_path: Path):
     """Every batch of a tracer has a number of its own, from 1."""
     begin(tmp_path)
