@@ -38,7 +38,6 @@ RATIOS = (  # ours, whose, of what, at most
     ("zbus", "ring", "record", 6.0),
     ("zbus-off", "areal-off", "record", 0.60),
     ("zbus", "areal", "record_and_flush", 0.12),
-    ("areal", "record_and_flush", 0.12),
 )
 Loop = Callable[[int], None]
 Flush = Callable[[], None]

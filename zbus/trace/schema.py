@@ -1,12 +1,17 @@
-"""JSON Schemas (draft 2020-12) of the lines of a trace file and of a sessions file; ``python -m`` prints both."""
+"""JSON Schemas (draft 2020-12) of the lines of a trace file and of a sessions file; ``python -m`` prints both.
+
+The same text is shipped as ``trace-format.schema.json`` beside this module, for programs that are not in Python:
+``schema_file()`` says where.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["SESSION_LINE", "TRACE_LINE"]
+__all__ = ["SESSION_LINE", "TRACE_LINE", "schema_file", "schemas_text"]
 
 _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 _TEXT: Final = {"type": "string"}
@@ -71,8 +76,42 @@ _META_ARGS: Final = {
 }
 
 
+# What the args of the bus's own spans hold, by their kind.
+_ATTEMPT: Final = {"call": _HEX, "attempt": _COUNT}
+_PLACE: Final = {"method": _TEXT, "lane": _TEXT, "seq": _COUNT}
+_BUS_ARGS: Final = {
+    "client": _object(
+        {**_ATTEMPT, **_PLACE, "worker": _TEXT, "outcome": _TEXT, "bytes_out": _COUNT, "bytes_in": _COUNT},
+        {"batch": _COUNT, "attempts": _COUNT},
+    ),
+    "encode": _object({"call": _HEX}),
+    "send": _object(_ATTEMPT),
+    "sent": _object(_ATTEMPT),
+    "wire": _object(_ATTEMPT),
+    "return": _object(_ATTEMPT),
+    "queue": _object({**_ATTEMPT, **_PLACE, "worker": _TEXT, "outcome": _TEXT}),
+    "decode": _object({"call": _HEX}),
+    "run": _object({**_ATTEMPT, **_PLACE, "outcome": _TEXT}),
+    "encode_result": _object(_ATTEMPT),
+    "reply": _object(_ATTEMPT),
+    "batch": _object(
+        {"batch": _COUNT, "method": _TEXT, "lane": _TEXT, "members": _COUNT, "calls": _COUNT, "outcome": _TEXT}
+    ),
+    "decode_results": _object({"batch": _COUNT}),
+    "merge": _object({"batch": _COUNT}),
+}
+
+
 def _when(then: dict[str, Any], **values: str) -> dict[str, Any]:
-    return {"if": {"properties": {key: {"const": value} for key, value in values.items()}}, "then": then}
+    chosen = {"required": list(values), "properties": {key: {"const": value} for key, value in values.items()}}
+    return {"if": chosen, "then": then}
+
+
+def _bus() -> dict[str, Any]:
+    """Return what a span of the bus must be: an id that the others of its call share, by its kind."""
+    kinds = {"required": ["kind"], "properties": {"kind": {"enum": list(_BUS_ARGS)}}}
+    args = {**kinds, "allOf": [_when(then, kind=kind) for kind, then in _BUS_ARGS.items()]}
+    return {"required": ["ts", "dur", "args"], "properties": {"args": args}}
 
 
 TRACE_LINE: Final[dict[str, Any]] = {
@@ -99,6 +138,7 @@ TRACE_LINE: Final[dict[str, Any]] = {
         _when({"required": ["ts", "s"]}, ph="i"),
         _when({"required": ["ts", "args"], "properties": {"args": _NUMBERS}}, ph="C"),
         _when({"required": ["args"], "properties": {"name": {"enum": list(_META_ARGS)}}}, ph="M"),
+        _when(_bus(), cat="rpc"),
         *(_when({"properties": {"args": args}}, ph="M", name=name) for name, args in _META_ARGS.items()),
     ],
 }
@@ -140,6 +180,15 @@ SESSION_LINE: Final[dict[str, Any]] = {
 """One line of a sessions file."""
 
 
+def schemas_text() -> str:
+    """Return both schemas as one JSON text: ``{"trace_line": …, "session_line": …}``."""
+    return json.dumps({"trace_line": TRACE_LINE, "session_line": SESSION_LINE}, indent=1) + "\n"
+
+
+def schema_file() -> Path:
+    """Return where that text is installed."""
+    return Path(__file__).with_name("trace-format.schema.json")
+
+
 if __name__ == "__main__":
-    json.dump({"trace_line": TRACE_LINE, "session_line": SESSION_LINE}, sys.stdout, indent=1)
-    sys.stdout.write("\n")
+    sys.stdout.write(schemas_text())

@@ -69,7 +69,10 @@ class Span:
             args["error"] = kind.__name__
         for value in args.values():
             cls = type(value)
-            if cls is int or cls in _PLAIN or (cls is str and len(value) <= MAX_TEXT):
+            if cls is int:
+                if -0x8000_0000_0000_0000 <= value <= 0xFFFF_FFFF_FFFF_FFFF:  # constants: names are looked up each time
+                    continue
+            elif cls in _PLAIN or (cls is str and len(value) <= MAX_TEXT):
                 continue
             freeze_in_place(args)
             break

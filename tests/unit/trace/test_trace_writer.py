@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import errno
+import itertools
 import json
 import math
 import os
@@ -17,13 +19,14 @@ from waiting import scaled, wait_until
 from zbus import trace
 from zbus.clock import boot_id
 from zbus.errors import ConfigError
-from zbus.trace.blocks import decode_block
+from zbus.trace.blocks import ClockLine, decode_block, marker
 from zbus.trace.control import writer_of
 from zbus.trace.events import bus_flow_ids, call_id
-from zbus.trace.tracer import Tracer, span_records
+from zbus.trace.session_file import SessionWriter
+from zbus.trace.tracer import PROFILE, Tracer, span_records
 from zbus.trace.writer import TraceWriter, trace_path
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "trace" / "traces_0.jsonl"
+GOLDEN = Path(__file__).parents[2] / "golden" / "trace"
 
 
 @pytest.fixture(autouse=True)
@@ -546,18 +549,41 @@ def test_phases_that_never_came_are_left_out(tmp_path):
     assert kinds == ["client", "encode", "client", "encode", "send", "wire", "queue", "reply"]
 
 
-def test_the_format_is_the_golden_file(tmp_path, monkeypatch):
-    """The bytes of a trace file change only on purpose: with the golden file and the format version."""
+@pytest.fixture
+def somewhere(monkeypatch):
+    """Let this process be on a machine that is always the same."""
     monkeypatch.setattr("zbus.trace.writer.new_source", lambda: "00112233445566aa")
     monkeypatch.setattr("zbus.trace.tracefile.boot_id", lambda: "11111111-2222-3333-4444-555555555555")
     monkeypatch.setattr("zbus.trace.tracefile.time_namespace", lambda: 4026531834)
     monkeypatch.setattr("zbus.trace.tracefile.socket.gethostname", lambda: "host-a")
+
+
+def is_golden(path: Path, name: str) -> None:
+    """Compare a file, with pid and thread id made the same, with a golden one."""
+    pid, tid = os.getpid(), threading.get_native_id()
+    text = path.read_text().replace(f'"tid":{tid},', '"tid":4712,')
+    text = text.replace(f'"pid":{pid},', '"pid":4711,').replace(f"pid {pid})", "pid 4711)")
+    if os.environ.get("ZBUS_TEST_GOLDEN") == "write":
+        (GOLDEN / name).write_text(text)
+    assert text == (GOLDEN / name).read_text()
+
+
+def golden_writer(root: Path, role: str, **config) -> tuple[TraceWriter, StepClock]:
+    """Return an open writer with a clock that counts looks."""
     clock = StepClock()
-    config = trace.TraceConfig(root=str(tmp_path), run="exp/trial", flush_period_s=10)
-    tracer = Tracer("actor", 0, clock=clock)
-    writer = TraceWriter(tracer, config, incarnation=(1 << 48) | 7, start=0, clock=clock)
+    tracer = Tracer(role, 0, clock=clock, ring_size=config.get("ring_size", 1000))
+    settings = trace.TraceConfig(root=str(root), run="exp/trial", flush_period_s=10, **config)
+    writer = TraceWriter(tracer, settings, incarnation=(1 << 48) | 7, start=0, clock=clock)
     tracer.set_level("full")
     writer.open()
+    return writer, clock
+
+
+@pytest.mark.usefixtures("somewhere")
+def test_the_format_is_the_golden_file(tmp_path):
+    """The bytes of a trace file change only on purpose: with the golden file and the format version."""
+    writer, clock = golden_writer(tmp_path, "actor")
+    tracer = writer.tracer
     with trace.use_tracer(tracer), trace.span("train", "compute", step=1, loss=0.25):
         trace.instant("batch ready", scope="p")
         trace.counter("queue", 3)
@@ -565,9 +591,62 @@ def test_the_format_is_the_golden_file(tmp_path, monkeypatch):
     record_call(tracer, clock.monotonic_ns())
     writer.flush()
     writer.close()
-    pid, tid = os.getpid(), threading.get_native_id()
-    text = writer.path.read_text().replace(f'"tid":{tid},', '"tid":4712,')
-    text = text.replace(f'"pid":{pid},', '"pid":4711,').replace(f"pid {pid})", "pid 4711)")
-    if os.environ.get("ZBUS_TEST_GOLDEN") == "write":
-        GOLDEN.write_text(text)
-    assert text == GOLDEN.read_text()
+    is_golden(writer.path, "traces_0.jsonl")
+
+
+@pytest.mark.usefixtures("somewhere")
+def test_the_rest_of_the_format_is_the_other_golden_file(tmp_path):
+    """So do batches, repeated attempts, steps, losses, clocks, blocks and what torch's profiler saw."""
+    writer, clock = golden_writer(tmp_path, "controller", ring_size=16)
+    tracer = writer.tracer
+    at = clock.monotonic_ns()
+    call = (SESSION, "actor/3", 77, "main", 5)
+    tracer.bus_sent(*call, 1, 1)
+    tracer.bus_sent(*call, 1, 2)
+    tracer.bus_client(*call, 2, "train", at, at + 1000, at + 2000, at + 8000, at + 9000, 100, 200, "OK", 1, 2)
+    tracer.bus_server(*call, 2, "train", at + 3000, at + 4000, at + 5000, at + 6000, at + 6500, "OK", at + 7000)
+    tracer.bus_batch("train", 1, "main", 1, 1, at, at + 9000, at + 12_000, "OK", at + 9500, at + 10_000)
+    tracer.append((PROFILE, "profiler: thread 1", [("aten::mm", "profiler", at + 5000, at + 6000, None)]))
+    with trace.use_tracer(tracer):
+        trace.mark_step(4)
+
+    async def task():
+        with trace.span("in a task", odd=float("nan"), huge=1 << 70, most=(1 << 64) - 1):
+            pass
+
+    async def run():
+        await asyncio.create_task(task(), name="rollout 7")
+
+    with trace.use_tracer(tracer):
+        asyncio.run(run())
+        for _ in range(20):
+            trace.instant("too many")
+    writer.note_clock(ClockLine(at, 5_000_000_000, 4000, 7000, 128, -12, "reference's boot", 4026531834))
+    writer.flush()
+    writer.close()
+    with writer.path.open("ab") as file:  # as the sidecar writes it
+        file.write(marker(writer.source, 0, 2, 320, os.getpid()))
+    is_golden(writer.path, "bus_0.jsonl")
+
+
+@pytest.mark.usefixtures("somewhere")
+def test_sessions_are_written_as_in_their_golden_file(tmp_path, monkeypatch):
+    """A session with all it can have, one that failed, one that never ended."""
+    monkeypatch.setattr("zbus.trace.session_file.new_source", lambda: "00112233445566aa")
+    monkeypatch.setattr("zbus.trace.sessions._ids", itertools.count(1))
+    config = trace.TraceConfig(root=str(tmp_path), run="exp/trial", flush_period_s=10)
+    writer = SessionWriter("rollout", 1, config, incarnation=7, start=0, clock=StepClock())
+    recorder = writer.recorder
+    task = recorder.register_task({"prompt": 7})
+    first, second = recorder.register_session(task), recorder.register_session(task)
+    long = recorder.begin_phase(None, first, "generate", {})
+    short = recorder.begin_phase(None, first, "generate", {})
+    recorder.end_phase(None, first, "generate", {"tokens": 12}, short)
+    recorder.end_phase(None, first, "generate", {}, long)
+    recorder.begin_phase(None, first, "reward", {})
+    recorder.count(None, first, "turns", 2)
+    recorder.finalize(None, first, "accepted", None)
+    recorder.finalize(None, second, "failed", "ValueError: no tool")
+    recorder.register_session(recorder.register_task({}))
+    writer.close()
+    is_golden(writer.path, "sessions_1.jsonl")
