@@ -25,7 +25,8 @@ import pathlib, subprocess, sys, time
 name, boot, private = sys.argv[1:]
 subprocess.run(["hostname", name], check=True)
 subprocess.run(["mount", "--bind", boot, "/proc/sys/kernel/random/boot_id"], check=True)
-subprocess.run(["mount", "-t", "tmpfs", "none", private], check=True)
+for place in (private, "/dev/shm"):
+    subprocess.run(["mount", "-t", "tmpfs", "none", place], check=True)
 print("ready", flush=True)
 time.sleep(100_000)
 """

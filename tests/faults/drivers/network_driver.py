@@ -71,7 +71,11 @@ def main(fault: str, directory: Path) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     command("ip", "link", "set", "lo", "up")
     config = Config()
-    config = msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, transport="tcp"))
+    config = msgspec.structs.replace(
+        config,
+        scheduler=msgspec.structs.replace(config.scheduler, transport="tcp"),
+        data=msgspec.structs.replace(config.data, shared_memory=0),  # what is large shall cross the network
+    )
     role = Role(f"{HERE}/network_engines.py:Counting", replicas=2, args=[str(directory / "effects")], restart="one")
     with Controller.launch("net", {"actor": role}, root=directory, config=config, startup_timeout=60) as bus:
         records = Records(FileRegistry(bus.trial.registry, create=False))
