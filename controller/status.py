@@ -97,6 +97,8 @@ def _worker(worker: WorkerRecord, found: Snapshot, answer: Mapping[str, Any] | N
         "rss_bytes": None,
         "log": worker.log or None,
         "exit": None,
+        "refused": {},
+        "slow_handlers": 0,
         "note": None,
     }
     if exit_record is not None:
@@ -109,6 +111,10 @@ def _worker(worker: WorkerRecord, found: Snapshot, answer: Mapping[str, Any] | N
         data["state"] = "busy" if call else "idle"
         data["call"] = dict(call) if isinstance(call, Mapping) else None
         data["rss_bytes"] = answer.get("rss_bytes")
+        data["refused"] = dict(answer.get("refused") or {})
+        data["slow_handlers"] = int((answer.get("slow_handlers") or {}).get("count", 0))
+        if data["slow_handlers"]:
+            data["note"] = f"{data['slow_handlers']} slow handlers, see its log"
     elif is_here(worker.host, worker.pid_space):
         alive = is_alive(worker.pid, worker.pid_start)
         data["state"] = "running" if alive else "lost"

@@ -373,6 +373,8 @@ def test_status_and_stop_of_a_running_trial(job):
         assert data["state"] == "running"
         assert data["workers"][1]["call"]["method"] == "end"
         assert data["workers"][1]["rss_bytes"] > 1 << 20
+        assert all(worker["slow_handlers"] == 0 for worker in data["workers"])
+        assert all(isinstance(worker["refused"], dict) for worker in data["workers"])
         text = run("status", "demo/t1").stdout
         assert "demo/t1  running for" in text
         assert "end" in text

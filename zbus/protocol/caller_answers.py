@@ -53,6 +53,8 @@ class LaneAnswers(LaneSending):
             self._on_chunk(header, buffers, now, effects)
         elif kind == Kind.END:
             self._on_end(header, buffers, now, effects)
+        else:  # a word that only callers say
+            self.strays += 1
         return effects
 
     def _on_reply(
@@ -62,7 +64,8 @@ class LaneAnswers(LaneSending):
         seq = header.seq
         request = self._find(seq)
         if request is None or request.attempts == 0 or header.calls > request.calls:
-            return  # late, doubled, or foreign: its call has its outcome
+            self.strays += 1  # late, doubled, or foreign: its call has its outcome
+            return
         if request.calls == 1:
             if request.open_calls:
                 request.open_calls = 0
@@ -89,12 +92,14 @@ class LaneAnswers(LaneSending):
         """Take one message with the values of several consecutive calls of one request."""
         request = self._find(header.seq)
         if request is None or request.attempts == 0 or header.seq + header.calls > request.seq + request.calls:
+            self.strays += 1
             return
         try:
             bodies = split_bodies(buffers)
         except FrameError:
-            return  # not a word that has a meaning: the probe will ask again
-        if len(bodies) != header.calls:
+            bodies = []
+        if len(bodies) != header.calls:  # not a word that has a meaning: the probe will ask again
+            self.strays += 1
             return
         finished = request.finished
         if finished is None:

@@ -44,6 +44,7 @@ class LaneSending:
         "patience",
         "probes",
         "retransmissions",
+        "strays",
         "timing",
         "window_bytes",
         "window_calls",
@@ -90,6 +91,7 @@ class LaneSending:
         self.due_ns = NEVER
         self.retransmissions = 0
         self.probes = 0
+        self.strays = 0
 
     @property
     def next_seq(self) -> int:

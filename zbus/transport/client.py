@@ -129,11 +129,20 @@ class _Link:
         if machine.redials == 0:
             log.warning("%s is not reached: %s; dialling %s again", self.peer.name, machine.evidence, self.endpoint)
         old.drain()
-        self.client.keep_counts(old)
+        self.client.keep_counts(old.counts())
         self.client.count("redials")
         old.close()
         self.channel = self._dial()
         machine.redialled()
+
+    def counts(self) -> dict[str, int]:
+        """Return what was sent again, asked about, refused and dropped on this link."""
+        machines = [lane.machine for lane in self.lanes.values()]
+        counts = self.channel.counts()
+        counts["retransmissions"] = sum(machine.retransmissions for machine in machines)
+        counts["probes"] = sum(machine.probes for machine in machines)
+        strays = sum(machine.strays for machine in machines)
+        return {**counts, "stray_answers": strays} if strays else counts
 
     def on_link_up(self) -> None:
         if self.machine.state is LinkState.DEAD:  # one that came back after it was given up: nobody asks it anything
@@ -429,7 +438,7 @@ class Client:
         with gate, self.reactor.lock:
             self._settle(peer, "disconnected", "this process closed the connection")
             for link in peer.links.values():
-                self.keep_counts(link.channel)
+                self.keep_counts(link.counts())
                 link.channel.close()
             if peer in self._peers:
                 self._peers.remove(peer)
@@ -701,9 +710,9 @@ class Client:
         """Count something refused or dropped. Under the lock."""
         self.counters[what] = self.counters.get(what, 0) + 1
 
-    def keep_counts(self, channel: Channel) -> None:
-        """Add what a channel that is about to be closed has counted. Under the lock."""
-        for reason, number in channel.counts().items():
+    def keep_counts(self, counts: Mapping[str, int]) -> None:
+        """Add what a connection that is about to be closed has counted. Under the lock."""
+        for reason, number in counts.items():
             self.counters[reason] = self.counters.get(reason, 0) + number
 
     def statistics(self) -> dict[str, int]:
@@ -712,11 +721,8 @@ class Client:
             totals = dict(self.counters)
             for peer in self._peers:
                 for link in peer.links.values():
-                    for reason, number in link.channel.counts().items():
+                    for reason, number in link.counts().items():
                         totals[reason] = totals.get(reason, 0) + number
-                    for lane in link.lanes.values():
-                        totals["retransmissions"] = totals.get("retransmissions", 0) + lane.machine.retransmissions
-                        totals["probes"] = totals.get("probes", 0) + lane.machine.probes
             return totals
 
     def load(self) -> dict[str, float]:

@@ -86,6 +86,15 @@ LIES: dict[str, Callable[[Header], list[tuple[Header, list[bytes]]]]] = {
 }
 
 
+COUNTED = {
+    "of another lane": "foreign_lane",
+    "of another session": "foreign_session",
+    "of another incarnation": "foreign_lane",
+    "items of what streams nothing": "",  # asked for again, as for a stream
+}
+"""Where a lie is counted, if not as a stray answer."""
+
+
 @pytest.mark.parametrize("lie", LIES)
 def test_wrong_answers_are_dropped_and_the_right_one_stands(factory, tmp_path, lie):
     """Row 70: unknown calls, doubled answers, answers of others: 20 calls, each its own result, once."""
@@ -102,6 +111,10 @@ def test_wrong_answers_are_dropped_and_the_right_one_stands(factory, tmp_path, l
         assert [outcome.kind for outcome in told] == [OK] * 20
         assert {decode(outcome.payload) for outcome in told} == {"right"}
         assert peer.state is PeerState.READY
+        counter = COUNTED.get(lie, "stray_answers")
+        assert not counter or client.statistics()[counter] >= 19, "the last one may still be on its way"
+        client.disconnect(peer)
+        assert not counter or client.statistics()[counter] >= 19, "kept when the connection is closed"
     finally:
         client.close()
         fake.close()
