@@ -7,6 +7,7 @@ makes of the files can be compared with it.
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,12 +17,15 @@ from typing import Any
 WALL_NS = 1_796_000_000_000_000_000
 """Wall clock at the run's begin."""
 
+_SWING_US = 600e6
+
 
 @dataclass
 class Clock:
     """A monotonic clock: ``ahead_us`` of the controller's at the run's begin, and running off by ``drift``.
 
-    At ``sleeps_at_us`` its host sleeps for ``sleeps_us``: the clock stands still, the others go on.
+    Its rate swings by ``swing`` to both sides every ten minutes, as with a room's temperature. At ``sleeps_at_us`` its
+    host sleeps for ``sleeps_us``: the clock stands still, the others go on.
     """
 
     ahead_us: float = 0.0
@@ -29,6 +33,7 @@ class Clock:
     boot_id: str = "controller's"
     time_ns: int = 1
     wall_wrong_us: float = 0.0
+    swing: float = 0.0
     sleeps_at_us: float | None = None
     sleeps_us: float = 0.0
 
@@ -37,7 +42,8 @@ class Clock:
         asleep = 0.0
         if self.sleeps_at_us is not None:
             asleep = min(max(0.0, us - self.sleeps_at_us), self.sleeps_us)
-        return (us - asleep) * (1 + self.drift) + self.ahead_us
+        swung = self.swing * _SWING_US / math.tau * (1 - math.cos(us * math.tau / _SWING_US)) if self.swing else 0.0
+        return (us - asleep) * (1 + self.drift) + self.ahead_us + swung
 
 
 @dataclass

@@ -75,6 +75,42 @@ def test_stragglers_do_not_mislead_the_clocks(tmp_path, seed):
         assert error <= min(25.0, bound + 0.002), name
 
 
+def random_plan(seed: int) -> tuple[Plan, set[int]]:
+    """Return a run of random clocks, links and lengths, and the ranks behind idle symmetric links."""
+    rng = random.Random(seed)
+    ranks = rng.randint(2, 6)
+    clocks = planted_clocks(seed, ranks)
+    for clock in clocks.values():
+        clock.swing = rng.choice([0.0, 0.0, 0.3e-6])
+    ways, idle = {}, set()
+    for rank in range(ranks):
+        kind = rng.choice(["idle", "idle", "asymmetric", "loaded", "both"])
+        there, back = (rng.uniform(20, 90), rng.uniform(20, 9000)) if kind in ("asymmetric", "both") else (40, 40)
+        if rng.random() < 0.5:
+            there, back = back, there
+        ways[rank] = Way(there, back, 10.0 if kind in ("idle", "asymmetric") else rng.uniform(100, 30_000))
+        if kind == "idle":
+            idle.add(rank)
+    every, steps = rng.choice([(2000.0, 400), (100_000.0, 200), (1e6, 150), (20e6, 120)])
+    late = {0: rng.uniform(0, 5000)}
+    more = {"late_us": late, "slow": {1: rng.uniform(1, 3)}, "headers": rng.random() < 0.7, "lost": 0.01}
+    return Plan(ranks=ranks, steps=steps, every_us=every, clocks=clocks, ways=ways, seed=seed, **more), idle
+
+
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 25), marks=pytest.mark.ci)])
+def test_no_seed_finds_an_error_beyond_its_bound(tmp_path, seeds):
+    """Random clocks, links, loads and lengths: no event of any rank is further off than stated; idle: 25 µs."""
+    for seed in seeds:
+        plan, idle = random_plan(seed)
+        report, spans = merged(plant(tmp_path / str(seed), plan))
+        for name, (error, bound) in errors_us(report, spans).items():
+            assert error <= bound + 0.002, (seed, name)
+            if name.partition("/")[0] == "actor" and int(name.partition("/")[2]) in idle and plan.every_us <= 1e6:
+                assert error <= 25.0, (seed, name)
+        assert "causality_violations" not in report.problems, seed
+        assert "clock_step" not in report.problems, seed
+
+
 def test_rare_and_long_calls_still_match_clocks(tmp_path):
     """A method that runs for ten minutes says as much as a short one: request and reply count each for itself."""
     plan = Plan(clocks=planted_clocks(5), slow=dict.fromkeys(range(4), 4e5), steps=12, seed=5)
