@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from traceview.clockline import ClockLine, line_through
+from traceview.clockline import FAR_NS, ClockLine, line_through
 
 __all__ = [
     "MAX_US",
@@ -108,12 +108,13 @@ class Shift:
     def moved(self, ns: int) -> int:
         """Return a time of the file on the run's clock."""
         at, offset = self.at_ns, self.offset_ns
-        if not at:
-            return ns + self.add_ns
-        right = min(max(bisect_right(at, ns), 1), len(at) - 1)
-        left = right - 1
-        slope = (offset[right] - offset[left]) / (at[right] - at[left])
-        return ns + self.add_ns + offset[left] + round(slope * (min(max(ns, at[0]), at[-1]) - at[left]))
+        moved = ns + self.add_ns
+        if at:
+            right = min(max(bisect_right(at, ns), 1), len(at) - 1)
+            left = right - 1
+            slope = (offset[right] - offset[left]) / (at[right] - at[left])
+            moved += offset[left] + round(slope * (min(max(ns, at[0]), at[-1]) - at[left]))
+        return max(-2 * FAR_NS, min(2 * FAR_NS, moved))
 
     def move(self, ns: Ints) -> Ints:
         """Return many times of the file on the run's clock."""
@@ -159,7 +160,7 @@ def anchor_of(meta: Mapping[str, Any], ts_us: float | None) -> Anchor | None:
         boot = str(meta["boot_id"])
         clock = (boot, int(meta.get("time_ns", 0))) if boot else None
         first = round((ts_us or 0.0) * 1000)
-        if max(abs(first), abs(mono), abs(wall), abs(epoch)) > MAX_US * 1000:
+        if max(abs(first), abs(mono), abs(wall), abs(epoch), abs(wall - mono + epoch)) > FAR_NS:
             return None
         run, role = str(meta.get("run", "")), str(meta.get("role", ""))
         return Anchor(first, role, run, clock, epoch, wall - mono + epoch)
@@ -190,7 +191,8 @@ def measured(anchors: Sequence[Anchor]) -> list[Link]:
     for anchor in anchors:
         for point in anchor.points:
             ref = point.ref if point.ref[0] else (reference.clock if reference is not None else None)
-            if anchor.clock is not None and ref not in (None, anchor.clock):
+            known = max(abs(point.at_ns), abs(point.at_ns + point.offset_ns), point.bound_ns) < FAR_NS
+            if known and anchor.clock is not None and ref not in (None, anchor.clock):
                 points.setdefault((anchor.clock, ref), []).append(point)
     return [
         Link(clock, ref, line_through([(p.at_ns, p.offset_ns, p.bound_ns) for p in own]), "measured")
@@ -227,7 +229,7 @@ def align(anchors: Sequence[Anchor], links: Sequence[Link] | None = None) -> lis
             shifts[number] = _linked(anchors[number], anchors[first], base, routes[clocks[number]])
         shifts[first] = base
     lowest = min((s.moved(a.first_ns) for a, s in zip(anchors, shifts, strict=True)), default=0)
-    return [replace(s, add_ns=s.add_ns - min(0, lowest)) for s in shifts]
+    return [replace(s, add_ns=max(-2 * FAR_NS, min(2 * FAR_NS, s.add_ns - min(0, lowest)))) for s in shifts]
 
 
 def _reference(anchors: Sequence[Anchor]) -> Anchor | None:
@@ -252,7 +254,7 @@ def _linked(anchor: Anchor, first: Anchor, base: Shift, route: _Route) -> Shift:
         return Shift(add, "shared" if sure else base.how, base.bound_ns)
     line = route.line
     at, offset, bounds = (tuple(c.tolist()) for c in (line.at_ns - anchor.epoch_mono_ns, line.offset_ns, line.bound_ns))
-    how, bound = (route.how, max(bounds[1:-1])) if sure else (base.how, None)
+    how, bound = (route.how, max(bounds[1:-1] or bounds)) if sure else (base.how, None)
     return Shift(add, how, bound, at, offset, bounds, route.apart_ns)
 
 
@@ -297,7 +299,7 @@ def _routes(root: Hashable, links: Sequence[Link]) -> dict[Hashable, _Route]:
 
 def _error(line: ClockLine) -> int:
     """Return the usual error of a line at its points."""
-    return int(np.median(line.bound_ns[1:-1]))
+    return int(np.median(line.bound_ns[1:-1] if len(line.bound_ns) > 2 else line.bound_ns))
 
 
 def _compare(others: Sequence[Link], routes: dict[Hashable, _Route]) -> None:

@@ -97,6 +97,7 @@ def stragglers(context: click.Context, /, inputs: tuple[str, ...], **options: An
 
     Reasons: late start, slow phase, slow rank, clock doubt.
     """
+    from traceview.stragglers import clock_rows
     from traceview.stragglers import stragglers as find
 
     as_json, quiet = modes(context, options)
@@ -105,7 +106,7 @@ def stragglers(context: click.Context, /, inputs: tuple[str, ...], **options: An
         found = _survey(inputs, problems, options, quiet=quiet or as_json)
     rows = find(found, threshold=options["threshold"])
     if as_json:
-        facts = {"rows": [row.to_dict() for row in rows], "problems": problems.by_kind()}
+        facts = {"rows": [row.to_dict() for row in rows], "clocks": clock_rows(found), "problems": problems.by_kind()}
         print_json({"schema": "zbus.traceview.stragglers/1", **facts})
     elif not rows:
         click.echo("no stragglers")

@@ -22,6 +22,7 @@ from traceview.align import (
     clock_point,
     measured,
 )
+from traceview.clockline import ClockLine
 from traceview.envelope import Limits, fit
 from traceview.event import BAD_JSON, Event, args_of, decode_event
 from traceview.pairs import Pairs, read_pairs
@@ -129,7 +130,7 @@ def match_clocks(heads: Sequence[Choice], problems: Problems, clocks: str = "clo
             for head in heads:
                 if head.anchor.clock is not None:
                     head.anchor.points.extend(_points(head.source))
-        links = [*measured(anchors), *_links(anchors, pairs)] if clocks == "clock" else _links(anchors, pairs)
+        links = _links(anchors, pairs, measured(anchors) if clocks == "clock" else [])
         _tell_steps(heads, links, problems)
         shifts = align(anchors, links)
     for head, shift in zip(heads, shifts, strict=True):
@@ -145,8 +146,8 @@ def _pairs(heads: Sequence[Choice]) -> Pairs | None:
     return pairs if len(pairs) else None
 
 
-def _links(anchors: Sequence[Anchor], pairs: Pairs | None) -> list[Link]:
-    """Return what requests and replies say of each two clocks."""
+def _links(anchors: Sequence[Anchor], pairs: Pairs | None, known: Sequence[Link]) -> list[Link]:
+    """Return how each two clocks compare: as measured, as requests and replies say, or both if they agree."""
     found: dict[tuple[Hashable, Hashable], list[Limits]] = {}
     for caller, worker in pairs.links() if pairs is not None else []:
         one, two = clock_of(anchors[caller], caller), clock_of(anchors[worker], worker)
@@ -157,8 +158,27 @@ def _links(anchors: Sequence[Anchor], pairs: Pairs | None) -> list[Link]:
             found[one, two].append(here)
         else:
             found.setdefault((two, one), []).append(there)
-    lines = ((clock, ref, fit(Limits.all_of(own))) for (clock, ref), own in found.items())
-    return [Link(clock, ref, line, "rpc") for clock, ref, line in lines if line is not None]
+    links = list(known)
+    for (clock, ref), own in found.items():
+        line = fit(Limits.all_of(own))
+        if line is None:
+            continue
+        same = [link for link in known if {link.clock, link.ref} == {clock, ref}]
+        points = [_points_of(link.line if link.clock == clock else link.line.inverse()) for link in same]
+        both = fit(Limits.all_of([*own, *points])) if same else None
+        if both is not None and len(both.steps) == len(line.steps):
+            links = [link for link in links if link not in same]
+            links.append(Link(clock, ref, both, "measured"))
+        else:
+            links.append(Link(clock, ref, line, "rpc"))
+    return links
+
+
+def _points_of(line: ClockLine) -> Limits:
+    """Return what the points of a line say, without its ends, which are none."""
+    at, offset, bound = (column[1:-1] for column in (line.at_ns, line.offset_ns, line.bound_ns))
+    most = np.arange(2 * len(at)) >= len(at)
+    return Limits(np.concatenate([at, at]), np.concatenate([offset - bound, offset + bound]), most)
 
 
 def _tell_steps(heads: Sequence[Choice], links: Sequence[Link], problems: Problems) -> None:

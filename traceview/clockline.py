@@ -13,13 +13,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MAX_RATE", "WANDER", "ClockLine", "Point", "Step", "line_through"]
+__all__ = ["FAR_NS", "MAX_RATE", "WANDER", "ClockLine", "Point", "Step", "line_through"]
 
 MAX_RATE: Final = 5e-4
 """Two clocks that run part by less than this (500 ppm, the most that a kernel slews); more is a step."""
 
 WANDER: Final = 1e-6
 """How much the rate may change between neighbouring points: 1 ppm, as with changing temperature."""
+
+FAR_NS: Final = 1 << 61
+"""Times beyond this many ns (73 years) are no times of a clock; differences of two still fit into 64 bits."""
 
 BEYOND_NS: Final = 86_400_000_000_000
 """Lines go on beyond their ends for a day."""
@@ -93,6 +96,7 @@ class ClockLine:
         at = np.unique(np.concatenate([self.at_ns, other.at_ns + back.offset(other.at_ns)]))
         middle = at + self.offset(at)
         offset, bound = self.offset(at) + other.offset(middle), self.bound(at) + other.bound(middle)
+        bound = np.minimum(bound, FAR_NS)
         ends = np.array([(s.after_ns, s.before_ns) for s in other.steps], dtype=np.int64).reshape(-1, 2)
         ends += back.offset(ends.ravel()).reshape(-1, 2)
         theirs = [Step(int(a), int(b), s.by_ns) for (a, b), s in zip(ends, other.steps, strict=True)]
@@ -100,7 +104,7 @@ class ClockLine:
 
     def wider(self, by_ns: int) -> ClockLine:
         """Return the line with larger bounds."""
-        return replace(self, bound_ns=self.bound_ns + by_ns)
+        return replace(self, bound_ns=np.minimum(self.bound_ns + by_ns, FAR_NS))
 
     def _steps_there(self) -> tuple[Step, ...]:
         """Return the steps as the second clock has them."""

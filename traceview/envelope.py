@@ -36,6 +36,9 @@ _SLACK_NS: Final = 2
 _RATES_MAY_CHANGE: Final = (WANDER, 20e-6, 200e-6)
 """How much the rate may change within the cells around a border: the least that explains what is seen is taken."""
 
+_REFINED: Final = 4
+"""Times that points are added where the line exceeds a limit between two points."""
+
 _STEPS: Final = 50
 _MOST_SPLITS: Final = 32
 _GOLD: Final = (5**0.5 - 1) / 2
@@ -135,28 +138,83 @@ class _Piece:
     @classmethod
     def of(cls, limits: Limits) -> _Piece:
         """Work out one piece of sorted limits."""
-        starts = _cells(limits)
-        borders = np.append(limits.at_ns[starts], limits.at_ns[-1])
-        base_at, base = int(borders[0]), int(np.median(limits.offset_ns))
-        low, high = (_kept(limits.part(slice(None)), starts, most=most) for most in (False, True))
-        cells = len(starts)
-        first = np.clip(np.arange(cells + 1) - 2, 0, max(0, cells - 4))
-        around = first[:, None] + np.arange(min(4, cells))[None, :]
-        at = (borders - base_at).astype(np.float64)
-        lows = _relative(low, around, at, base_at, base)
-        highs = _relative(high, around, at, base_at, base)
-        found = _Open.at(lows, highs)
+        cells = _Cells(limits)
+        found = cells.open_at(cells.borders)
         empty = np.zeros(0, dtype=np.int64)
         if not found.possible.all():
-            border = int(np.argmin(found.possible))
-            ends = np.append(starts, len(limits))
-            around_it = int(ends[first[border]]), int(ends[first[border] + around.shape[1]]), int(borders[border])
-            return cls(empty, empty, empty, np.zeros(0), np.zeros(0), around_it)
-        good = np.diff(borders, prepend=borders[0] - 1) > 0
-        middle = np.rint((found.low + found.high) / 2)
-        bound = np.ceil((found.high - found.low) / 2) + 1
-        columns = (borders[good], middle[good].astype(np.int64) + base, bound[good].astype(np.int64))
-        return cls(*columns, found.rate[good], found.doubt[good])
+            border = int(cells.borders[int(np.argmin(found.possible))])
+            return cls(empty, empty, empty, np.zeros(0), np.zeros(0), (*cells.around(border), border))
+        piece = cls(cells.borders, *cells.column(found), found.rate, found.doubt)
+        for _ in range(_REFINED):
+            if not piece.refine(limits, cells):
+                break
+        return piece
+
+    def refine(self, limits: Limits, cells: _Cells) -> bool:
+        """Add a point at the limit that is exceeded most between each two points; False if none is."""
+        line = np.rint(np.interp(limits.at_ns - self.at[0], self.at - self.at[0], self.offset - self.offset[0]))
+        beyond = line.astype(np.int64) + self.offset[0] - limits.offset_ns
+        beyond = np.where(limits.most, beyond, -beyond)
+        wrong = np.flatnonzero(beyond > _SLACK_NS)
+        if not len(wrong):
+            return False
+        gap = np.searchsorted(self.at, limits.at_ns[wrong])
+        order = np.lexsort((-beyond[wrong], gap))
+        worst = wrong[order[np.flatnonzero(np.diff(gap[order], prepend=-1))]]
+        worst = worst[~np.isin(limits.at_ns[worst], self.at)]
+        if not len(worst):
+            return False
+        at = limits.at_ns[worst]
+        found = cells.open_at(at)
+        known = (limits.offset_ns[worst] - cells.base).astype(np.float64)
+        found.low = np.where(limits.most[worst], found.low, np.maximum(found.low, known))
+        found.high = np.where(limits.most[worst], np.minimum(found.high, known), found.high)
+        good = found.possible & (found.low <= found.high)
+        order = np.argsort(np.concatenate([self.at, at[good]]), kind="stable")
+        offset, bound = cells.column(found)
+        for name, more in (
+            ("at", at), ("offset", offset), ("bound", bound), ("rate", found.rate), ("doubt", found.doubt)
+        ):  # fmt: skip
+            setattr(self, name, np.concatenate([getattr(self, name), more[good]])[order])
+        return bool(good.any())
+
+
+class _Cells:
+    """Sorted limits cut into cells, and the narrowest limits of each."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._starts = _cells(limits)
+        self._ends = np.append(self._starts, len(limits))
+        self._begins = limits.at_ns[self._starts]
+        self.borders = np.unique(np.append(self._begins, limits.at_ns[-1]))
+        self._base_at, self.base = int(self._begins[0]), int(np.median(limits.offset_ns))
+        kept = [_kept(limits, self._starts, most=most) for most in (False, True)]
+        self._kept = [((at - self._base_at).astype(float), (offset - self.base).astype(float)) for at, offset in kept]
+
+    def _first(self, at: Ints) -> Ints:
+        """Return the first of the four cells around each time."""
+        cell = np.searchsorted(self._begins, at, side="right") - 1
+        return np.clip(cell - 2, 0, max(0, len(self._starts) - 4))
+
+    def around(self, at_ns: int) -> tuple[int, int]:
+        """Return which limits the cells around a time hold: from … to."""
+        first = int(self._first(np.array([at_ns]))[0])
+        return int(self._ends[first]), int(self._ends[min(first + 4, len(self._starts))])
+
+    def open_at(self, at: Ints) -> _Open:
+        """Return what the limits around these times leave open there, relative to ``base``."""
+        cells = self._first(at)[:, None] + np.arange(min(4, len(self._starts)))[None, :]
+        here = (at - self._base_at).astype(np.float64)[:, None]
+        rows = [
+            (times[cells].reshape(len(at), -1) - here, offsets[cells].reshape(len(at), -1))
+            for times, offsets in self._kept
+        ]
+        return _Open.at(*rows)
+
+    def column(self, found: _Open) -> tuple[Ints, Ints]:
+        """Return (offset, bound): the middle of what is open, and half its width."""
+        middle = np.rint((found.low + found.high) / 2).astype(np.int64) + self.base
+        return middle, np.ceil((found.high - found.low) / 2).astype(np.int64) + 1
 
 
 def _cells(limits: Limits) -> Ints:
@@ -208,13 +266,6 @@ def _rate_of(at: Ints, offset: Ints, begin: Ints, count: Ints) -> float:
     along = np.diff(means[0])
     rates = np.diff(means[1])[along > 0] / along[along > 0]
     return float(np.clip(np.median(rates), -MAX_RATE, MAX_RATE)) if len(rates) else 0.0
-
-
-def _relative(kept: tuple[Ints, Ints], around: Ints, at: Floats, base_at: int, base: int) -> tuple[Floats, Floats]:
-    """Return (distance, offset) of the limits around each border, a row per border."""
-    distance = (kept[0] - base_at).astype(np.float64)[around] - at[:, None, None]
-    offset = (kept[1] - base).astype(np.float64)[around]
-    return distance.reshape(len(at), -1), offset.reshape(len(at), -1)
 
 
 # -- what lines are left ---------------------------------------------------------------------------------------------

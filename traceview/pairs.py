@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traceview.align import MAX_US
+from traceview.clockline import FAR_NS
 from traceview.envelope import Limits
 from traceview.event import BAD_JSON, NO_ARGS
 from traceview.problems import Problems
@@ -32,6 +33,7 @@ _BLOCK: Final = 4 << 20
 _MARK: Final = b'"call":'
 _UNKNOWN: Final = -(1 << 62)
 _HEX: Final = 16
+_ROUNDED_NS: Final = 4
 _MOST_BITS: Final = 8
 _PRINTABLE: Final = [c for c in range(33, 127) if c not in b'"\\']
 _MASK: Final = (1 << 63) - 1
@@ -113,6 +115,8 @@ class Pairs:
         there = np.concatenate([self.arrived[mine], self.answered[back]]) + worker_ns
         here = np.concatenate([self.sent[mine], self.received[back]]) + caller_ns
         most = np.arange(len(there)) >= int(mine.sum())
+        good = (np.abs(there) < FAR_NS) & (np.abs(here) < FAR_NS)
+        there, here, most = there[good], here[good], most[good]
         return Limits(there, here - there, most), Limits(here, there - here, ~most)
 
     def backwards(self, moved: Sequence[Any]) -> dict[tuple[int, int], tuple[int, int]]:
@@ -130,7 +134,7 @@ class Pairs:
             late = moved[caller](self.sent[mine]) - moved[worker](self.arrived[mine])
             both = mine & (self.answered != _UNKNOWN) & (self.received != _UNKNOWN)
             back = moved[worker](self.answered[both]) - moved[caller](self.received[both])
-            wrong = int((late > 0).sum() + (back > 0).sum())
+            wrong = int((late > _ROUNDED_NS).sum() + (back > _ROUNDED_NS).sum())
             if wrong:
                 found[caller, worker] = wrong, int(max(late.max(initial=0), back.max(initial=0)))
         return found

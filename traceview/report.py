@@ -56,6 +56,7 @@ def report_page(found: Survey, problems: Problems, sessions: Sequence[Session], 
             for p in paths
         ]
         parts.append(section("Critical path", note, table(heads, rows, limit=20)))
+    parts.extend(_clocks(found))
     parts.append(_timeline(found, first, last))
     spans = span_rows(found)
     heads = ("role", "span", "count", "p50", "p90", "p99", "max", "total")
@@ -70,6 +71,27 @@ def report_page(found: Survey, problems: Problems, sessions: Sequence[Session], 
         parts.append(table(("code", "first places"), [(w.code, w.text) for w in problems.first]))
     subtitle = f"{found.files} files · {len(found.ranks)} ranks · {duration((last - first) / 1000)}"
     return page(title or (f"Run {found.run}" if found.run else "Trace report"), subtitle, parts)
+
+
+_MATCHED: Final = {
+    "measured": "offsets measured while it ran",
+    "rpc": "requests and replies",
+    "wall": "wall clock",
+    "none": "not matched",
+    "start": "its first event",
+}
+
+
+def _clocks(found: Survey) -> list[str]:
+    """Return how the clocks of other hosts were matched; nothing where all share one."""
+    rows = [
+        (rank.name, _MATCHED[rank.clock], "unknown" if rank.clock_bound_us is None else duration(rank.clock_bound_us))
+        for ranks in found.roles().values()
+        for rank in ranks
+        if rank.clock in _MATCHED
+    ]
+    note = "ranks that do not share the controller's clock, and by how much their times may be wrong"
+    return [section("Clocks", note, table(("rank", "matched by", "error at most"), rows, limit=40))] if rows else []
 
 
 def _summary(found: Survey, problems: Problems, late: int) -> str:

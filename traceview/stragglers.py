@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from traceview.survey import Call, Rank, Spans, Survey
 
-__all__ = ["CriticalPath", "Straggler", "critical_paths", "stragglers"]
+__all__ = ["CriticalPath", "Straggler", "clock_rows", "critical_paths", "stragglers"]
 
 _SERVER: Final = ("run ", "rpc.server")
 _OWN: Final = "run zbus."
@@ -99,6 +99,12 @@ def stragglers(found: Survey, *, threshold: float = 1.05) -> list[Straggler]:
             if row is not None and (row.factor >= threshold or row.why in ("late start", "clock doubt")):
                 rows.append(row)
     return sorted(rows, key=lambda row: -row.lost_s)
+
+
+def clock_rows(found: Survey) -> list[dict[str, Any]]:
+    """Return how the clock of each rank was matched, and the error at most in µs (None: unknown)."""
+    ranks = [rank for ranks in found.roles().values() for rank in ranks]
+    return [{"rank": r.name, "clock": r.clock, "clock_bound_us": r.clock_bound_us} for r in ranks]
 
 
 def _units(ranks: list[Rank]) -> list[str]:

@@ -5,8 +5,10 @@ import random
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from planted_run import Clock, Plan, Way, plant, planted_clocks
+from traceview.cli import main
 from traceview.problems import Problems
 from traceview.stragglers import Straggler, critical_paths, stragglers
 from traceview.survey import Survey, survey
@@ -88,6 +90,24 @@ def test_without_any_match_of_clocks_slow_work_is_still_found(tmp_path):
     assert problems.counts["ZT0112", "clock_by_wall"] == 4
     assert (rows[0].rank, rows[0].why) == ("actor/2", "slow rank")
     assert "late start" not in {row.why for row in rows}
+
+
+def test_reports_say_how_each_clock_was_matched_and_how_exactly(tmp_path):
+    """The page has a table of clocks with their errors where there is more than one, and --json has all of them."""
+    root = plant(tmp_path, Plan(ranks=3, steps=60, clocks=planted_clocks(1, 2), slow={1: 2.0}))
+    answer = CliRunner().invoke(main, ["stragglers", str(root), "--json"])
+    rows = {row["rank"]: row for row in json.loads(answer.stdout)["clocks"]}
+    assert {name: row["clock"] for name, row in rows.items()} == {
+        "controller/0": "reference", "actor/0": "rpc", "actor/1": "rpc", "actor/2": "shared",
+    }  # fmt: skip
+    assert 40 < rows["actor/0"]["clock_bound_us"] < 150
+    assert CliRunner().invoke(main, ["report", str(root)]).exit_code == 0
+    page = (root / "report.html").read_text()
+    assert "Clocks" in page
+    assert "requests and replies" in page
+    same = plant(tmp_path / "same", Plan(ranks=2, steps=5))
+    assert CliRunner().invoke(main, ["report", str(same)]).exit_code == 0
+    assert "Clocks" not in (same / "report.html").read_text()
 
 
 def line(name: str, ts: float, dur: float, rank: int, **args) -> str:
