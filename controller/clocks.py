@@ -17,6 +17,7 @@ from zbus.clock import ClockId
 from zbus.trace.blocks import ClockLine
 from zbus.trace.clocksync import ClockFilter, ClockPoint
 from zbus.transport.client import Client, Exchange, Peer, PeerState
+from zbus.transport.interrupts import gate
 
 __all__ = ["ClockWatch"]
 
@@ -73,7 +74,7 @@ class ClockWatch:
         """Write what the open windows hold, and ask no more."""
         client = self._client
         client.reactor.remove_ticker(self._tick)
-        with client.reactor.lock:
+        with gate, client.reactor.lock:
             for clock, watched in self._clocks.items():
                 self._say(clock, watched, watched.filter.finish())
             self._clocks.clear()

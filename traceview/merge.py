@@ -29,6 +29,7 @@ from traceview.steps import step_windows
 
 __all__ = ["FORMAT", "MergeReport", "ProcessReport", "encoder_of", "merge", "output_format"]
 
+_DOUBTFUL: Final = {"wall": "clock not measured", "none": "clock unknown"}
 _MANY_BYTES: Final = 8 << 20
 _BIG_EVENTS: Final = 1_000_000
 
@@ -177,9 +178,12 @@ def _workers(kept: list[Choice]) -> int:
 def _sum_up(report: MergeReport, parts: list[PartReport], problems: Problems, ends: list[int]) -> None:
     names: Counter[str] = Counter()
     report.processes = [process for part in parts for process in part.processes]
+    matched = any(process.clock_bound_us is not None for process in report.processes)
     for process in report.processes:
         known = f"{process.role}/{process.rank}" if process.role is not None and process.rank is not None else ""
         name = process.name or known or Path(process.file).name
+        if matched and process.clock in _DOUBTFUL:
+            name = f"{name} ({_DOUBTFUL[process.clock]})"
         names[name] += 1
         process.name = name if names[name] == 1 else f"{name} #{names[name]}"
     report.events = sum(p.events for p in report.processes)

@@ -164,6 +164,7 @@ def test_a_rank_without_any_call_is_kept_and_marked(tmp_path):
     report, _ = merged(root)
     last = report.processes[4]
     assert (last.clock, last.clock_bound_us, last.events) == ("wall", None, 80)
+    assert last.name == "actor/3 (clock not measured)"
     assert report.problems["clock_by_wall"] == 1
     assert [p.clock for p in report.processes[1:4]] == ["rpc"] * 3
 
