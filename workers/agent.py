@@ -52,7 +52,7 @@ from workers.watch import Ended, ProcessTable, kill_children
 from zbus import failpoints
 from zbus.config import TrialDir, parse_duration
 from zbus.data.presence import shared_root, sweep
-from zbus.errors import ConfigError, StartupError, TransportError, ZbusError
+from zbus.errors import ConfigError, RegistryError, StartupError, TransportError, ZbusError
 from zbus.registry.identity import pid_space
 from zbus.registry.records import AgentRecord, JobRecord, RankClaim
 from zbus.runtime.journal import journal_file
@@ -78,6 +78,7 @@ _TICK_S: Final = 1.0
 _DRAIN_S: Final = 5.0
 _HINTS_S: Final = (0.05, 0.5, 1.0)
 """When a new rank is hinted at: it takes that long to publish its record, and a look gives up after half a second."""
+_VOUCH_S: Final = 0.2
 _NS: Final = 1_000_000_000
 _SHORTAGES: Final = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
@@ -566,7 +567,21 @@ class Agent:
                 self._background.submit(
                     lambda: control.started(spec.role, spec.rank, spec.incarnation), delay_s=delay_s
                 )
+        self._vouch(spec, pid)
         self._feed(Spawned(spec.rank))
+
+    def _vouch(self, spec: RankSpec, pid: int) -> None:
+        """Take a rank's record into this process's care as soon as it is there: ranks do not write again."""
+        joined = self._joined
+        assert joined is not None  # noqa: S101  # ranks start after joining
+
+        def look() -> float | None:
+            with contextlib.suppress(RegistryError):
+                if joined.records.vouch(spec.role, spec.rank, spec.incarnation):
+                    return None
+            return _VOUCH_S if self._processes.pid(spec.rank) == pid else None
+
+        self._background.every(look)
 
     # -- exits ---------------------------------------------------------------------------------------------------------
 

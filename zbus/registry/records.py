@@ -380,6 +380,17 @@ class Records:
         """Return one incarnation's record, or None."""
         return self._get(names.worker(role, rank, incarnation), WorkerRecord)
 
+    def vouch(self, role: str, rank: int, incarnation: int) -> bool:
+        """Take one incarnation's record into this process's care; return whether it is there (yet).
+
+        A worker writes once; should the registry's directory be made anew, whoever vouched puts the record back.
+        """
+        record = self.worker(role, rank, incarnation)
+        if record is None:
+            return False
+        self.registry.claim(names.worker(role, rank, incarnation), _encode(record))  # what stands is claimed as it is
+        return True
+
     def workers(self, role: str | None = None) -> list[WorkerRecord]:
         """Return all incarnations ever published, of one role if given, by role, rank and start.
 
