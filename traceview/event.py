@@ -40,6 +40,9 @@ PHASES: Final = frozenset("XBEiIMCbensftSTpFPNODRcvV(,)")
 
 _INT_MIN, _INT_MAX = -(1 << 63), (1 << 64) - 1
 _MAX_RESCANS: Final = 8
+_MANY_IDS: Final = 20_000
+"""Textual pids and tids in one file, beyond which all others are one."""
+
 _LONG_NUMBER: Final = 17
 
 
@@ -200,7 +203,7 @@ class Repairer:
             return int(value)
         if isinstance(value, str) and value.isdecimal():
             return int(value)
-        text = _text(value)
+        text = _text(value) if len(self._ids) < _MANY_IDS or value in self._ids else "more"
         number = self._ids.setdefault(text, -1 - len(self._ids))
         self.names[number] = text
         return number

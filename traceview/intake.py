@@ -23,6 +23,7 @@ __all__ = ["Intake"]
 _APART: Final = re.compile("[MBE]")
 _IS_END: Final = np.isin(np.arange(256), [ord(phase) for phase in "stf"])
 _MAX_CLEANED: Final = 4096
+_MANY_KNOWN: Final = 50_000
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -252,15 +253,23 @@ class Intake:
             known = self._known(pids[0], tids, phases)
             found = list(map(known.__getitem__, tids))
         else:
-            for pid in dict.fromkeys(pids):
-                here = [n for n, one in enumerate(pids) if one == pid]
-                self._known(pid, [tids[n] for n in here], "".join([phases[n] for n in here]))
-            found = [self._threads[pid][tid] for pid, tid in zip(pids, tids, strict=True)]
+            places: dict[int, list[int]] = {}
+            for place, pid in enumerate(pids):
+                places.setdefault(pid, []).append(place)
+            found = [0] * len(pids)
+            for pid, here in places.items():
+                known = self._known(pid, [tids[n] for n in here], "".join([phases[n] for n in here]))
+                for place in here:
+                    found[place] = known[tids[place]]
         return np.array(found, dtype=np.int32)
 
     def _known(self, pid: int, tids: list[int], phases: str) -> dict[int, int]:
         """Return the indexes of a process's threads by their tid; new ones are numbered, those of spans first."""
+        if len(self._threads) > _MANY_KNOWN:
+            self._threads.clear()
         known = self._threads.setdefault(pid, {})
+        if len(known) > _MANY_KNOWN:
+            known.clear()
         if not known.keys() >= set(tids):
             spans = [tid for tid, phase in zip(tids, phases, strict=True) if phase == "X"]
             known.update(self._processes.indexes(pid, dict.fromkeys(spans + tids)))

@@ -7,23 +7,39 @@ nest into one another, however their times fall.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Hashable, Sequence
+from heapq import heappop, heappush
 from typing import Final
 
-__all__ = ["Lanes"]
+__all__ = ["MAX_ROWS", "Lanes"]
+
+MAX_ROWS: Final = 10_000
+"""Rows of one thread at most; no viewer is of use beyond."""
+
+_LOOKED_AT: Final = 64
+"""Rows of its own track that a span is tried on, besides the one that its track used last."""
 
 _NEVER: Final = 1 << 62
 
 
 class Lanes:
-    """The rows of one thread. Times are integers of any one unit."""
+    """The rows of one thread. Times are integers of any one unit.
 
-    __slots__ = ("_home", "_owner", "_stacks")
+    Attributes:
+        crowded: Spans that found ``MAX_ROWS`` rows taken: they lie on the last one, over others.
+    """
+
+    __slots__ = ("_busy", "_home", "_idle", "_owner", "_rows_of", "_stacks", "crowded")
 
     def __init__(self) -> None:
         self._stacks: list[list[int]] = []  # ends of the open spans of a row, outermost first
         self._owner: list[Hashable] = []  # the track a row belongs to, until another one takes it over
         self._home: dict[Hashable, int] = {}  # track -> the row it used last, while it owns it
+        self._rows_of: dict[Hashable, list[int]] = {}  # track -> the rows it owns, in order
+        self._busy: list[tuple[int, int]] = []  # heap of (end of the outermost span, row), may be out of date
+        self._idle: list[int] = []  # heap of rows that were free, may have been taken again by their track
+        self.crowded = 0
 
     def __len__(self) -> int:
         return len(self._stacks)
@@ -81,23 +97,71 @@ class Lanes:
         return home if stack else 0
 
     def _find(self, start: int, end: int, track: Hashable) -> int:
-        for row, stack in enumerate(self._stacks):
+        stacks = self._stacks
+        self._let_go(start)
+        row = self._idle_row(start)
+        for own in self._rows_of.get(track, ())[:_LOOKED_AT]:
+            if row is not None and own > row:
+                break
+            stack = stacks[own]
+            while stack and stack[-1] <= start:
+                stack.pop()
+            if stack and self._owner[own] == track and end <= stack[-1]:
+                stack.append(end)
+                return own
+        if row is not None:
+            heappop(self._idle)
+            self._take(row, track)
+        elif len(stacks) < MAX_ROWS:
+            row = len(stacks)
+            stacks.append([])
+            self._owner.append(track)
+            self._home[track] = row
+            self._rows_of.setdefault(track, []).append(row)
+        else:
+            self.crowded += 1
+            return MAX_ROWS - 1
+        stacks[row].append(end)
+        heappush(self._busy, (end, row))
+        return row
+
+    def _let_go(self, start: int) -> None:
+        """Move the rows that are free at ``start`` to those that wait."""
+        busy, stacks = self._busy, self._stacks
+        while busy and busy[0][0] <= start:
+            row = heappop(busy)[1]
+            stack = stacks[row]
+            while stack and stack[-1] <= start:
+                stack.pop()
+            if stack:  # taken again by its track meanwhile
+                heappush(busy, (stack[0], row))
+            else:
+                heappush(self._idle, row)
+
+    def _idle_row(self, start: int) -> int | None:
+        """Return the first row that is free, if any."""
+        idle, stacks = self._idle, self._stacks
+        while idle:
+            row = idle[0]
+            stack = stacks[row]
             while stack and stack[-1] <= start:
                 stack.pop()
             if not stack:
-                self._take(row, track)
-            elif self._owner[row] != track or end > stack[-1]:
-                continue
-            stack.append(end)
-            return row
-        self._stacks.append([end])
-        self._owner.append(track)
-        self._home[track] = len(self._stacks) - 1
-        return len(self._stacks) - 1
+                return row
+            heappop(idle)
+            heappush(self._busy, (stack[0], row))
+        return None
 
     def _take(self, row: int, track: Hashable) -> None:
         before = self._owner[row]
-        if self._home.get(before) == row:
-            del self._home[before]
+        if before != track:
+            if self._home.get(before) == row:
+                del self._home[before]
+            rows = self._rows_of.get(before, [])
+            if row in rows:
+                rows.remove(row)
+            if not rows:
+                self._rows_of.pop(before, None)
+            insort(self._rows_of.setdefault(track, []), row)
         self._owner[row] = track
         self._home[track] = row

@@ -17,6 +17,7 @@ from traceview.arrows import Bound
 from traceview.encoder import Encoder, Placed
 from traceview.ends import EndsFile
 from traceview.intake import Intake
+from traceview.lanes import MAX_ROWS
 from traceview.layout import Layout
 from traceview.part_report import PartJob, PartReport
 from traceview.problems import Problems
@@ -73,6 +74,7 @@ class _Part:
         self._ends = ends
         self._report = PartReport()
         self._processes = Processes(job, problems)
+        self._crowded = 0
         self._next_tid = _FIRST_TID + job.number * _ROWS_PER_FILE
         self._intake = Intake(job, self._processes, encoder, self._new_segment(), problems)
 
@@ -130,6 +132,11 @@ class _Part:
                 placed.arrows, placed.kept = bound.of_spans(numbers), bound.of_ends(numbers)
             self._put(self._encoder.place(placed))
         layout.note_floors()
+        crowded = sum(one.lanes.crowded for one in threads) - self._crowded
+        if crowded:
+            self._crowded += crowded
+            text = f"{self._job.source.label} has more than {MAX_ROWS} spans at once on one thread: viewers show a part"
+            self._problems.add("ZT0120", "many_overlaps", text, crowded)
         segment.store.close()
         self._intake.segment = self._new_segment()
 
@@ -155,6 +162,10 @@ class _Part:
         return gone
 
     def _new_tid(self, one: Thread) -> int:
+        if self._next_tid == _FIRST_TID + (self._job.number + 1) * _ROWS_PER_FILE - 1:
+            text = f"{self._job.source.label} needs more than {_ROWS_PER_FILE} rows: viewers show a part of the last"
+            self._problems.add("ZT0120", "many_rows", text)
+            return self._next_tid
         self._next_tid += 1
         if one.tids:
             self._report.lanes += 1

@@ -34,6 +34,7 @@ CODES: Final = {
     "ZT0117": "a span grew by more than --fail-over allows",
     "ZT0118": "blocks of records are missing: nobody counted what was in them",
     "ZT0119": "a sidecar did not end in order: what it left in its spool was read",
+    "ZT0120": "there are more processes, threads or overlapping spans than a viewer can show as rows",
 }
 """Every code of traceview with its meaning."""
 

@@ -16,7 +16,12 @@ __all__ = ["COUNTER_TID", "FORMAT", "Process", "Processes", "Thread"]
 FORMAT: Final = 1
 """Newest trace format this program knows."""
 
+_MANY_THREADS: Final = 20_000
+_MANY_PROCESSES: Final = 2_000
+"""Of one file; what comes beyond shares the rows of one."""
+
 _LOSS_TID: Final = -(1 << 40)
+_MORE_TID: Final = _LOSS_TID - 2
 COUNTER_TID: Final = _LOSS_TID - 1
 """Counters belong to their process, not to a thread: they are kept as if on this one."""
 
@@ -82,8 +87,14 @@ class Processes:
     def thread(self, process: Process, tid: int) -> Thread:
         """Return a thread of a process."""
         thread = process.threads.get(tid)
+        if thread is None and len(self.threads) >= _MANY_THREADS and tid != COUNTER_TID:
+            text = f"{self._label} has more than {_MANY_THREADS} threads: the others share one row group"
+            self._problems.add("ZT0120", "many_threads", text)
+            tid = _MORE_TID
+            thread = process.threads.get(tid)
         if thread is None:
             thread = process.threads[tid] = Thread(len(self.threads), process)
+            thread.name = "more threads" if tid == _MORE_TID else ""
             self.threads.append(thread)
         return thread
 
@@ -148,6 +159,10 @@ class Processes:
 
     def _new(self, pid: int) -> Process:
         job = self._job
+        if len(self.all) > _MANY_PROCESSES:
+            text = f"{self._label} has more than {_MANY_PROCESSES} processes: the others are shown as the last"
+            self._problems.add("ZT0120", "many_processes", text)
+            return self.all[-1]
         report = ProcessReport("", job.role, job.rank, self._label)
         report.clock, report.shift_us = job.shift.how, (job.shift.add_ns + job.base_us * 1000) / 1000
         report.clock_bound_us = job.shift.bound_ns / 1000 if job.shift.bound_ns is not None else None

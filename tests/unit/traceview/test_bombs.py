@@ -102,23 +102,73 @@ def small_values(path: Path) -> None:
     path.write_bytes(b"[" + MARK + b"," + b"{}," * 1_100_000 + MARK + b"]")
 
 
+def threads(path: Path) -> None:
+    """Two hundred thousand threads of one span each."""
+    text = '{"name":"good","ph":"X","ts":%d,"dur":1,"pid":1,"tid":%d}\n'
+    path.write_text("".join(text % (n, n) for n in range(200_000)))
+
+
+def text_threads(path: Path) -> None:
+    """As many whose ids are words."""
+    text = '{"name":"good","ph":"X","ts":%d,"dur":1,"pid":1,"tid":"t%d"}\n'
+    path.write_text("".join(text % (n, n) for n in range(200_000)))
+
+
+def processes(path: Path) -> None:
+    """As many processes."""
+    text = '{"name":"good","ph":"X","ts":%d,"dur":1,"pid":%d,"tid":1}\n'
+    path.write_text("".join(text % (n, n) for n in range(200_000)))
+
+
+def overlaps(path: Path) -> None:
+    """As many spans at once on one thread."""
+    text = '{"name":"good","ph":"X","ts":%d,"dur":%d,"pid":1,"tid":1}\n'
+    path.write_text("".join(text % (n, 400_000 + n) for n in range(200_000)))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (threads, "many_threads"),
+        (text_threads, "many_threads"),
+        (processes, "many_processes"),
+        (overlaps, "many_overlaps"),
+    ],
+)
+def test_any_number_of_rows_is_merged_in_bounded_memory(tmp_path, make, kind):
+    """More processes, threads or overlapping spans than anyone can look at share rows; all are kept, and it is said."""
+    make(tmp_path / "bomb.jsonl")
+    report, peak_mb = bounded_merge(tmp_path / "bomb.jsonl", tmp_path / "o.json")
+    assert peak_mb <= LIMIT_MB
+    assert report["spans"] == 200_000
+    assert report["problems"][kind] > 0
+    assert not report["incomplete"]
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("make", [gz_line, gz_document, gz_blanks, hole, small_values])
 def test_a_bomb_is_merged_in_bounded_memory(tmp_path, make):
     """Whatever a file unfolds to, the merge stays in 256 MB, keeps the good events around it, and says so."""
     make(tmp_path / "bomb.json")
-    command = [sys.executable, "-m", "traceview", "merge", str(tmp_path / "bomb.json"), "-o", str(tmp_path / "o.json")]
+    report, peak_mb = bounded_merge(tmp_path / "bomb.json", tmp_path / "o.json")
+    assert peak_mb <= LIMIT_MB
+    assert report["spans"] == 2
+    assert make is gz_blanks or report["incomplete"]
+
+
+def bounded_merge(source: Path, output: Path) -> tuple[dict, float]:
+    """Merge in 2 GiB of address space: the report, and the peak of memory in MB."""
+    command = [sys.executable, "-m", "traceview", "merge", str(source), "-o", str(output), "--json"]
     limit = (2 << 30, 2 << 30)
 
     def bounded() -> None:
         resource.setrlimit(resource.RLIMIT_AS, limit)
 
-    with subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, preexec_fn=bounded) as process:  # noqa: PLW1509
+    with subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=bounded) as process:  # noqa: PLW1509
         assert process.stdout is not None
         report = json.loads(process.stdout.read())
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0
-    assert usage.ru_maxrss / 1024 <= LIMIT_MB
-    assert report["spans"] == 2
-    assert make is gz_blanks or report["incomplete"]
+    return report, usage.ru_maxrss / 1024
