@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from msgspec import structs
 
@@ -56,6 +56,9 @@ from zbus.transport.profile import check_limits
 from zbus.transport.pubsub import Hub
 from zbus.transport.security import ProcessKeys
 from zbus.transport.sockets import SocketFactory
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["Controller", "Role"]
 
@@ -234,6 +237,25 @@ class Controller:
     def roles(self) -> tuple[str, ...]:
         """Names of the roles."""
         return tuple(self._rosters)
+
+    def empty(self, shape: Sequence[int] | int, dtype: Any = "float32") -> np.ndarray[Any, Any]:
+        """Return an uninitialised array in shared memory: sent from there without a copy.
+
+        Fill it, send it, and take a new one for the next call: the memory of this one is used again when you and all
+        its readers have let go of it. Do not change it once it is sent; ranks of this host read it in place. Below
+        64 KiB, or where there is no shared memory (or no room left), it is an ordinary array. Any thread.
+
+        Args:
+            shape: Sizes of the dimensions.
+            dtype: numpy dtype, not of objects.
+        """
+        import numpy as np
+
+        carrier = None if self._client is None else self._client.carrier
+        if carrier is None:
+            return np.empty(shape, dtype)
+        made: np.ndarray[Any, Any] = carrier.empty(shape, dtype)
+        return made
 
     def config_perf_tracer(self, config: Mapping[str, Any] | None, role: str | None = None) -> None:
         """Switch tracing of a role's workers (all roles by default) and of this process; None switches it off."""

@@ -24,6 +24,7 @@ class Arrays(zbus.Engine):
     """Does with arrays what engines do."""
 
     def setup(self, ctx: zbus.Context) -> None:
+        self.ctx = ctx
         self.rank, self.start = ctx.rank, ctx.start
         self.kept: list[Any] = []
 
@@ -38,6 +39,12 @@ class Arrays(zbus.Engine):
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure")
     def make(self, nbytes: int, seed: int) -> Any:
         return np.random.default_rng(seed + self.rank).integers(0, 256, nbytes, np.uint8)
+
+    @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure")
+    def fill(self, nbytes: int, value: int) -> Any:
+        made = self.ctx.empty(nbytes, np.uint8)
+        made[:] = value
+        return made
 
     @zbus.endpoint(Everywhere(), collect=PerRank())
     def keep(self, array: Any) -> int:

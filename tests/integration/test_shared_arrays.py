@@ -104,6 +104,32 @@ def test_numpy_arrays_are_read_only_and_tensors_are_the_engines_own(tmp_path):
             assert torch.equal(changed[1], tensor + 1)
 
 
+def test_an_array_made_in_shared_memory_is_sent_from_there(tmp_path):
+    """What ``empty`` gives is filled and sent without a copy, both ways; a new one each time costs no more memory."""
+    with launch(tmp_path, arrays()) as bus:
+        actor = bus.group("actor")
+        for value in range(20):
+            data = bus.empty((4, MIB), np.uint8)
+            data[:] = value
+            before = bus.report()["shared_slots"]
+            assert actor.digest(data) == [digest(data)] * 2
+            assert actor.digest(data[0]) == [digest(data[0])] * 2, "a part from the start is lent in place too"
+            assert bus.report()["shared_slots"] == before
+            assert actor.digest(data[1:]) == [digest(data[1:])] * 2
+            assert [int(one[-1]) for one in actor.fill(4 * MIB, value)] == [value] * 2
+        assert bus.report()["shared_slots"] <= 4
+        kept = actor.fill(MIB, 7)
+        actor.fill(MIB, 8)
+        assert [int(one[0]) for one in kept] == [7, 7]
+        torch = pytest.importorskip("torch")
+        tensor = torch.from_numpy(bus.empty((1 << 20,), np.float32)).fill_(3)
+        before = bus.report()["shared_slots"]
+        assert actor.digest(tensor) == [digest(tensor.numpy())] * 2
+        assert bus.report()["shared_slots"] == before
+    small = bus.empty(10, np.int64)
+    assert (small.shape, small.dtype) == ((10,), np.int64)
+
+
 def test_streams_carry_arrays(tmp_path):
     """Items that are arrays arrive in order and whole."""
     with launch(tmp_path, arrays(1)) as bus:

@@ -38,6 +38,10 @@ _OWNER: Final = 0
 """The column in which the owner writes a slot's current generation."""
 
 
+def _address(array: np.ndarray[Any, Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
 class _Cells:
     """The table, in a file of our directory."""
 
@@ -79,21 +83,52 @@ class Arena:
         self._columns: dict[str, int] = {}
         self._free_columns = list(range(COLUMNS - 1, _OWNER, -1))
         self._dropped: deque[tuple[int, int]] = deque()
+        self._reserved: dict[int, tuple[int, int]] = {}  # by address: row, generation
         self._warned = False
         self.refused = 0
 
     # -- lending -------------------------------------------------------------------------------------------------------
 
     def lend(self, data: memoryview | bytes) -> Lease | None:
-        """Copy ``data``, which is contiguous, into a slot that nobody may read yet; None if there is no room."""
+        """Copy ``data``, which is contiguous, into a slot that nobody may read yet; None if there is no room.
+
+        Memory that ``reserve`` gave is lent as it stands.
+        """
         source = np.frombuffer(data, np.uint8)
+        lease = self._lend_in_place(source) if self._reserved else None
+        if lease is not None:
+            return lease
         taken = self._take(source.nbytes)
         if taken is None:
             return None
         slot, memory = taken
         np.copyto(memory[: source.nbytes], source)  # without the interpreter's lock
-        text = DESCRIPTOR.pack(MAGIC, slot.row, slot.birth, slot.generation, source.nbytes)
-        return Lease(text, source.nbytes, self, slot.row, slot.generation)
+        return self._lease(slot, source.nbytes)
+
+    def reserve(self, nbytes: int) -> np.ndarray[Any, Any] | None:
+        """Return memory of a slot to fill, for as long as any view of it lives; None if there is no room."""
+        taken = self._take(nbytes)
+        if taken is None:
+            return None
+        slot, memory = taken
+        self._reserved[_address(memory)] = (slot.row, slot.generation)
+        return keeping(self._maps[slot.row], nbytes, self._lease(slot, nbytes))
+
+    def _lend_in_place(self, source: np.ndarray[Any, Any]) -> Lease | None:
+        """Return one more lease of reserved memory, if this is some, from its start."""
+        address = _address(source)
+        with self._lock:
+            row, generation = self._reserved.get(address, (-1, 0))
+            slot = self._pool.slots.get(row)
+            if slot is None or slot.generation != generation:
+                self._reserved.pop(address, None)
+                return None
+            slot.leases += 1
+            return self._lease(slot, source.nbytes)
+
+    def _lease(self, slot: Slot, nbytes: int) -> Lease:
+        text = DESCRIPTOR.pack(MAGIC, slot.row, slot.birth, slot.generation, nbytes)
+        return Lease(text, nbytes, self, slot.row, slot.generation)
 
     def _take(self, nbytes: int) -> tuple[Slot, np.ndarray[Any, Any]] | None:
         """Return a slot to fill, with one lease that nobody holds yet."""

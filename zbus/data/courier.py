@@ -7,11 +7,12 @@ a peer is, if the directory it named in the handshake stands in our own shared m
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zbus.data.lease import Lease
 from zbus.data.presence import Presence, is_token, lives, shared_root, sweep
@@ -19,6 +20,8 @@ from zbus.errors import TransportError
 from zbus.protocol.messages import Buffer, Buffers
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from zbus.data.arena import Arena
     from zbus.data.loans import Loans
 
@@ -126,6 +129,21 @@ class Courier:
     def in_full(frames: Buffers) -> Buffers:
         """Return frames that anybody can read; the memory behind them stays for as long as they do."""
         return [frame.arena.view(frame) if type(frame) is Lease else frame for frame in frames]
+
+    def empty(self, shape: Sequence[int] | int, dtype: Any) -> np.ndarray[Any, Any]:
+        """Return an array to fill, in shared memory where there is room; see ``Controller.empty``."""
+        import numpy as np
+
+        from zbus.data.arena import SHARED_FROM
+
+        kind = np.dtype(dtype)
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        nbytes = math.prod(sizes) * kind.itemsize
+        if self._presence is not None and nbytes >= SHARED_FROM and not kind.hasobject:
+            memory = self._arena().reserve(nbytes)
+            if memory is not None:
+                return np.ndarray(sizes, kind, memory.data)
+        return np.empty(sizes, kind)
 
     # -- coming ----------------------------------------------------------------------------------------------------
 

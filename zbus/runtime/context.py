@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,11 +47,28 @@ class Context:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     _store: Any = None
+    _empty: Callable[[Sequence[int] | int, Any], Any] | None = None
 
     @property
     def coords(self) -> dict[str, int]:
         """Position of this rank on each mesh axis."""
         return self.mesh.coords(self.rank)
+
+    def empty(self, shape: Sequence[int] | int, dtype: Any = "float32") -> Any:
+        """Return an uninitialised numpy array in shared memory: as a result it is sent from there without a copy.
+
+        The rules are those of ``Controller.empty``: take a new one for each call, and do not change it once it was
+        returned. Any thread.
+
+        Args:
+            shape: Sizes of the dimensions.
+            dtype: numpy dtype, not of objects.
+        """
+        if self._empty is not None:
+            return self._empty(shape, dtype)
+        import numpy as np
+
+        return np.empty(shape, dtype)
 
     def port(self, index: int = 0) -> int:
         """Return extra port number ``index``: bound and listening already, so nobody else can take it.

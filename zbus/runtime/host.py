@@ -402,6 +402,7 @@ class _Host:
             torch_store_fd=config.torch_store_fd,
             master_addr=config.master_addr,
             master_port=config.master_port,
+            _empty=self.courier.empty,
         )
 
     def _teardown(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from zbus.protocol.messages import Buffer, Buffers
 
@@ -32,6 +32,10 @@ class Carrier(Protocol):
         Raises:
             CodecError: What they name is not there.
         """
+        ...
+
+    def empty(self, shape: Sequence[int] | int, dtype: Any) -> Any:
+        """Return an array to fill that needs no copy when it is sent."""
         ...
 
     def statistics(self) -> dict[str, int]:
