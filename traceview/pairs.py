@@ -66,7 +66,7 @@ ANSWERED: Final = ("", "ok", "OK", "APP_ERROR", "error")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """Calls seen from both sides, a column each; times in ns on each file's own scale.
+    """Calls seen from both sides, a column each, sorted by caller and worker; times in ns on each file's own scale.
 
     Attributes:
         caller, worker: Numbers of the files.
@@ -86,8 +86,16 @@ class Pairs:
 
     def links(self) -> list[tuple[int, int]]:
         """Return the pairs of files, caller and worker, that have calls."""
-        both = np.unique(np.stack([self.caller, self.worker]), axis=1)
-        return [(int(a), int(b)) for a, b in both.T]
+        first = np.flatnonzero((np.diff(self.caller, prepend=-1) != 0) | (np.diff(self.worker, prepend=-1) != 0))
+        return list(zip(self.caller[first].tolist(), self.worker[first].tolist(), strict=True))
+
+    def _link(self, caller: int, worker: int) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return sent, received, arrived and answered of one link."""
+        low, high = (int(np.searchsorted(self.caller, caller, side=side)) for side in ("left", "right"))
+        mine = self.worker[low:high]
+        first, last = (low + int(np.searchsorted(mine, worker, side=side)) for side in ("left", "right"))
+        own = slice(first, last)
+        return self.sent[own], self.received[own], self.arrived[own], self.answered[own]
 
     def firsts(self) -> dict[int, int]:
         """Return the earliest time of each file that has any."""
@@ -110,11 +118,11 @@ class Pairs:
         Returns:
             The offset caller minus worker at times of the worker, and worker minus caller at times of the caller.
         """
-        mine = (self.caller == caller) & (self.worker == worker)
-        back = mine & (self.answered != _UNKNOWN) & (self.received != _UNKNOWN)
-        there = np.concatenate([self.arrived[mine], self.answered[back]]) + worker_ns
-        here = np.concatenate([self.sent[mine], self.received[back]]) + caller_ns
-        most = np.arange(len(there)) >= int(mine.sum())
+        sent, received, arrived, answered = self._link(caller, worker)
+        back = (answered != _UNKNOWN) & (received != _UNKNOWN)
+        there = np.concatenate([arrived, answered[back]]) + worker_ns
+        here = np.concatenate([sent, received[back]]) + caller_ns
+        most = np.arange(len(there)) >= len(sent)
         good = (np.abs(there) < FAR_NS) & (np.abs(here) < FAR_NS)
         there, here, most = there[good], here[good], most[good]
         return Limits(there, here - there, most), Limits(here, there - here, ~most)
@@ -130,10 +138,10 @@ class Pairs:
         """
         found = {}
         for caller, worker in self.links():
-            mine = (self.caller == caller) & (self.worker == worker)
-            late = moved[caller](self.sent[mine]) - moved[worker](self.arrived[mine])
-            both = mine & (self.answered != _UNKNOWN) & (self.received != _UNKNOWN)
-            back = moved[worker](self.answered[both]) - moved[caller](self.received[both])
+            sent, received, arrived, answered = self._link(caller, worker)
+            late = moved[caller](sent) - moved[worker](arrived)
+            both = (answered != _UNKNOWN) & (received != _UNKNOWN)
+            back = moved[worker](answered[both]) - moved[caller](received[both])
             wrong = int((late > _ROUNDED_NS).sum() + (back > _ROUNDED_NS).sum())
             if wrong:
                 found[caller, worker] = wrong, int(max(late.max(initial=0), back.max(initial=0)))
@@ -192,6 +200,8 @@ def _join(callers: Ints, workers: Ints) -> Pairs:
     one, two = callers[a], workers[b]
     known = (one[:, 2] != _UNKNOWN) & (two[:, 2] != _UNKNOWN) & (one[:, 1] != two[:, 1])
     one, two = one[known], two[known]
+    order = np.lexsort((two[:, 1], one[:, 1]))
+    one, two = one[order], two[order]
     return Pairs(one[:, 1], two[:, 1], one[:, 2], one[:, 3], two[:, 2], two[:, 3])
 
 

@@ -11,6 +11,7 @@ from planted_run import Clock, Plan, Way, plant, planted_clocks
 from traceview.merge import MergeReport, merge
 from traceview.problems import Problems
 from traceview.sessions import read_sessions
+from traceview.survey import survey
 
 IDLE = Way()
 ASYMMETRIC = Way(there_us=40, back_us=5000)
@@ -177,6 +178,18 @@ def test_wrong_wall_clocks_show_as_calls_that_go_backwards(tmp_path):
     assert any("go backwards in time, by up to" in text for _, text in report.warnings)
     assert "causality_violations" not in merged(root, clocks="clock")[0].problems
     assert "causality_violations" not in merged(root, clocks="rpc")[0].problems
+
+
+def test_one_clock_that_cannot_be_one_is_told_too(tmp_path):
+    """Two machines that claim one boot id: their calls go backwards, and statistics say so (row 22)."""
+    liar = Clock(-3e6, 0.0, Clock.boot_id)  # the boot id and the time namespace of the controller
+    root = plant(tmp_path, Plan(ranks=2, clocks={1: liar}, steps=20))
+    problems = Problems()
+    survey([str(root)], problems)
+    assert problems.by_kind()["causality_violations"] == 20
+    good = Problems()
+    survey([str(plant(tmp_path / "good", Plan(ranks=2, steps=20)))], good)
+    assert "causality_violations" not in good.by_kind()
 
 
 def test_a_measured_offset_that_calls_contradict_is_told_and_its_bound_is_wider(tmp_path):
