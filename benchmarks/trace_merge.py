@@ -145,14 +145,16 @@ def msgspec_stream(source: Path, output: Path) -> None:
         out.write(b"\n]}")
 
 
-def zbus(source: Path, output: Path, jobs: int | None = None) -> None:
-    """Run our merge: clocks, rows, arrows, order, report."""
+def zbus(source: Path, output: Path, jobs: int | None = None) -> dict[str, Any]:
+    """Run our merge: clocks, rows, arrows, order, report; return how well the clocks were matched."""
     import gc
 
     from traceview.merge import merge
 
     gc.disable()
-    merge([str(source)], output, jobs=jobs)
+    report = merge([str(source)], output, jobs=jobs)
+    bounds = [p.clock_bound_us for p in report.processes if p.clock_bound_us is not None]
+    return {"clock_bound_us": max(bounds, default=None), "backwards": report.problems.get("causality_violations", 0)}
 
 
 def viztracer(source: Path, output: Path) -> None:
@@ -184,13 +186,14 @@ def one(tool: str, source: Path, output: Path) -> None:
     """Run one tool in this process and print what it took."""
     for path in files(source):  # all start with a warm page cache
         path.read_bytes()
+    clocks: dict[str, Any] = {}
     wall, cpu = time.perf_counter(), time.process_time()
     if tool == "msgspec-stream":
         msgspec_stream(source, output)
     elif tool.startswith("zbus"):
         suffix = {"zbus-gz": ".json.gz", "zbus-perfetto": ".pftrace"}.get(tool, ".json")
         output = output.with_name(f"out{suffix}")
-        zbus(source, output, 1 if tool == "zbus-1" else None)
+        clocks = zbus(source, output, 1 if tool == "zbus-1" else None)
     else:
         {"viztracer": viztracer, "areal": areal}[tool](source, output)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -198,7 +201,7 @@ def one(tool: str, source: Path, output: Path) -> None:
     peak = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
     facts = {"wall_s": round(wall, 3), "cpu_s": round(cpu + children.ru_utime + children.ru_stime, 3)}
     facts |= {"peak_mb": peak // 1024, "child_mb": children.ru_maxrss // 1024}
-    print(json.dumps({**facts, "out_mb": round(output.stat().st_size / 1e6, 1)}))
+    print(json.dumps({**facts, **clocks, "out_mb": round(output.stat().st_size / 1e6, 1)}))
 
 
 def missing(tool: str) -> str:
