@@ -68,14 +68,20 @@ def check(endpoint: str, *, has_keys: bool) -> None:
         ConfigError: The path is too long, or others could reach the address and there are no keys.
     """
     check_length(endpoint)
-    if endpoint.startswith("tcp://") and not has_keys and not is_loopback(endpoint):
+    if not endpoint.startswith("tcp://"):
+        return
+    host = _host_of(endpoint)
+    if not _is_bindable(host):
+        msg = f"{host!r} is neither an address nor an interface of this host, so nothing can be bound there"
+        raise ConfigError(msg, hint="give an IP address, such as 127.0.0.1; names are not looked up")
+    if not has_keys and not is_loopback(endpoint):
         msg = f"{endpoint!r} can be reached from other hosts, and this process has no keys to tell friend from foe"
         raise ConfigError(msg, hint="bind 127.0.0.1, or switch keys on (auth=curve)")
 
 
 def is_loopback(endpoint: str) -> bool:
     """Return whether a tcp endpoint names a loopback address (a literal, ``localhost`` or ``lo``)."""
-    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]").partition("%")[0]
+    host = _host_of(endpoint)
     if host in ("localhost", "lo"):
         return True
     try:
@@ -84,6 +90,20 @@ def is_loopback(endpoint: str) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return bool(mapped.is_loopback if mapped is not None else address.is_loopback)
+
+
+def _host_of(endpoint: str) -> str:
+    return endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]").partition("%")[0]
+
+
+def _is_bindable(host: str) -> bool:
+    if host in ("localhost", "*"):
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host in {name for _, name in socket.if_nameindex()}
+    return True
 
 
 def bind_endpoints(

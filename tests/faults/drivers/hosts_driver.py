@@ -106,7 +106,7 @@ def scene(directory: Path, others: int, ranks: int, **role: Any) -> Iterator[Sce
 
 def replaced(directory: Path) -> dict[str, Any]:
     """Cut off a host for longer than its lease, have another take its rank, and heal it."""
-    with scene(directory, 3, 2, restart="one") as on:
+    with scene(directory, 3, 2, restart="all") as on:
         cut, _, spare = on.hosts.others
         actor = on.actor
         assert actor[0].add("before") == 1
@@ -120,6 +120,7 @@ def replaced(directory: Path) -> dict[str, Any]:
         on.start(spare, 0)
         start = on.start_of(0)
         moved = time.monotonic() - began
+        wait_for(lambda: on.start_of(1) == 1, "the restart of the other ranks of the group")
         after = [actor[0].add(f"after{number}") for number in range(5)]
         assert actor[1].add("peer") == 1
         at_heal = sum(on.effects().values())
