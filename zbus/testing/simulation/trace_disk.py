@@ -14,7 +14,7 @@ from zbus.trace.intake import SeqSet
 
 __all__ = ["Block", "Died", "SimFiles", "SimSpill", "SimSpool", "StoredFile", "Strikes", "Torn"]
 
-_SEGMENT: Final = 6
+_SEGMENT: Final = 8
 """Frames of a spool segment, few, so that segments come and go in a run."""
 
 

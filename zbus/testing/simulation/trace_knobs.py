@@ -9,7 +9,7 @@ from zbus.testing.simulation.knobs import MS
 
 __all__ = ["draw_tracing"]
 
-_TRACED: Final = {"small": 0.05, "large": 0.25, "trace": 1.0}
+_TRACED: Final = {"small": 0.04, "large": 0.25, "trace": 1.0}
 """Share of runs of a size in which the workers trace."""
 
 

@@ -242,7 +242,7 @@ class _Sidecar:
         broken("I12", f"the sidecar refuses {what} as {why}")
 
     def work(self) -> bool:
-        """Take a burst of messages, else make lines of one block; return whether there is more to do."""
+        """Take a burst of messages, else make lines of some blocks; return whether there is more to do."""
         for _ in range(_BURST):
             if not self.inbox:
                 break
@@ -253,7 +253,11 @@ class _Sidecar:
                 self.tracing.send_down(process, answer)
         else:
             return True
-        done = self.intake.convert()
+        done: bool | None = True
+        for _ in range(_BURST):
+            done = self.intake.convert()
+            if not done:
+                break
         if done is False:
             self.tracing.cover("lines wait in the spool")
         return bool(self.inbox) or done is True
