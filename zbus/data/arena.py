@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
 import os
@@ -40,6 +41,34 @@ _OWNER: Final = 0
 
 def _address(array: np.ndarray[Any, Any]) -> int:
     return int(array.__array_interface__["data"][0])
+
+
+def leaves_room(nbytes: int, available: int, total: int, free: int, size: int) -> bool:
+    """Tell whether a new slot leaves the others of this host enough: each process has a limit, they share the memory.
+
+    Args:
+        nbytes: Of the slot.
+        available: Memory of the host that is free for use, bytes.
+        total: All memory of the host.
+        free: What is free of the file system in memory.
+        size: Of that file system; it may be as large as the memory itself.
+    """
+    return available - nbytes >= total // 10 and free - nbytes >= size // 10
+
+
+def _memory() -> tuple[int, int]:
+    """Return the available and the total memory in bytes; without limits where the kernel does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        facts = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines)}
+        return facts["MemAvailable"], facts["MemTotal"]
+    except (OSError, ValueError, IndexError, KeyError):
+        return 1 << 62, 0
+
+
+def _file_system(path: Path) -> tuple[int, int]:
+    facts = os.statvfs(path)
+    return facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
 
 
 class _Cells:
@@ -234,6 +263,8 @@ class Arena:
             return None
         path = self._presence.path / f"{slot.row}.{slot.birth}"
         try:
+            if not leaves_room(slot.size, *_memory(), *_file_system(self._presence.path)):
+                raise OSError(errno.ENOSPC, "memory is short")  # the same end as if the kernel said so
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 # Without this a full file system is a SIGBUS at the first touch instead of an error here.

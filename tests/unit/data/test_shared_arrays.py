@@ -14,6 +14,7 @@ import pytest
 from data_peer import digest, reading
 from waiting import wait_until
 from zbus.codec import decode, encode
+from zbus.data.arena import leaves_room
 from zbus.data.courier import Courier
 from zbus.data.lease import DESCRIPTOR, MAGIC, Lease
 from zbus.data.presence import lives, sweep
@@ -237,6 +238,14 @@ def test_no_room_is_told_once_and_costs_only_speed(root, caplog):
             assert courier.statistics()["shared_refused"] == 2
     finally:
         courier.leave()
+
+
+def test_a_new_slot_leaves_a_tenth_of_the_memory_and_of_the_file_system():
+    """Several processes lend at once, so each looks at what is left for all, not only at its own limit."""
+    gib = 1 << 30
+    assert leaves_room(gib, 20 * gib, 24 * gib, 12 * gib, 12 * gib)
+    assert not leaves_room(gib, 3 * gib, 24 * gib, 12 * gib, 12 * gib)
+    assert not leaves_room(gib, 20 * gib, 24 * gib, 2 * gib, 12 * gib)
 
 
 def test_without_shared_memory_everything_travels_in_messages(tmp_path):
