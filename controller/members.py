@@ -20,6 +20,7 @@ from controller.placer import WorkerFacts
 from controller.restarting import ask_restart
 from controller.scheduling.api import AgentExit
 from controller.stacks import Stacks
+from zbus import __version__
 from zbus.codec import decode, encode
 from zbus.codec.exceptions import rebuild_exception
 from zbus.discovery.state import Event, LeaseExpired, LeaseRenewed, WorkerExited, WorkerReplaced, WorkerSeen
@@ -27,7 +28,7 @@ from zbus.engine import EndpointSpec, Mesh, table_from_wire
 from zbus.errors import EngineLoadError, RegistryError, StartupError, WorkerLost, ZbusError
 from zbus.ids import WorkerName
 from zbus.protocol.journal import JournalReport
-from zbus.protocol.messages import Outcome, OutcomeKind
+from zbus.protocol.messages import PROTOCOL_VERSION, Outcome, OutcomeKind
 from zbus.registry.identity import pid_space
 from zbus.registry.records import ExitRecord, JobRecord, Records, WorkerRecord
 from zbus.runtime.processes import describe_exit, is_alive
@@ -342,6 +343,10 @@ class Members:
             self._client.disconnect(member.peer)
         member.record, member.exited, member.error, member.suspect_since = record, None, None, None
         member.lost_from = ""
+        if record.protocol != PROTOCOL_VERSION:
+            member.peer, member.error = None, _version_error(member.name, record)
+            member.to(Phase.FAILED)
+            return
         member.to(Phase.CONNECTING)
         member.peer = self._client.connect(member.name, record.incarnation, {"main": record.main, "ctl": record.ctl})
         self._by_peer[member.peer] = member
@@ -622,6 +627,14 @@ class Members:
                 **_restart_facts(self.roles[member.name.role].job, times),
             },
         )
+
+
+def _version_error(name: WorkerName, record: WorkerRecord) -> StartupError:
+    return StartupError(
+        f"{name} speaks version {record.protocol} of the protocol, this controller version {PROTOCOL_VERSION}",
+        hint="install the same version of zbus on every host",
+        facts={"its zbus": f"{record.version} on host {record.host}", "this zbus": __version__},
+    )
 
 
 def _exit_facts(ended: ExitRecord | None) -> dict[str, str]:
