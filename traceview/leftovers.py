@@ -122,6 +122,7 @@ class _Root:
     ) -> dict[Path, Path]:
         """Return files with what stands in the spool alone (after the process's spill), by the file it belongs to."""
         made: dict[Path, Path] = {}
+        opened: set[tuple[Path, str]] = set()
         blocks = 0
         for segment in self._segments:
             openings: dict[str, SpoolPart] = {}
@@ -138,9 +139,12 @@ class _Root:
                         continue
                     seen.add(part.seq)
                     if path not in made:
-                        made[path] = _begin(path, spills.get(path), openings[part.source].data)
+                        made[path] = _begin(path, spills.get(path))
                     with made[path].open("ab") as file:
+                        if (path, part.source) not in opened:
+                            file.write(openings[part.source].data)
                         file.write(part.data)
+                    opened.add((path, part.source))
                     blocks += 1
             except OSError as error:
                 self._problems.add("ZT0102", "unreadable", f"{segment} cannot be read: {error.strerror}")
@@ -167,7 +171,7 @@ def _join(known: Known, more: Known) -> None:
             mine.add(seq)
 
 
-def _begin(path: Path, spill: Path | None, opening: bytes) -> Path:
+def _begin(path: Path, spill: Path | None) -> Path:
     """Begin a file for what the spool holds of another, with the process's own spill."""
     if not _scratch:
         _scratch.append(tempfile.TemporaryDirectory(prefix="traceview-"))
@@ -176,5 +180,4 @@ def _begin(path: Path, spill: Path | None, opening: bytes) -> Path:
         if spill is not None:
             with spill.open("rb") as file:
                 shutil.copyfileobj(file, out)
-        out.write(opening)
     return made

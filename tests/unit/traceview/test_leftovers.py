@@ -164,6 +164,17 @@ def test_several_processes_and_segments(tmp_path):
     assert report["problems"] == {"no_end": 2, "spool_read": 22}
 
 
+def test_two_processes_of_one_file_are_told_apart(tmp_path):
+    """A program that was run twice by hand wrote one file: what the spool has of each stays with its process."""
+    first, second = Root(tmp_path), Root(tmp_path, "cd" * 8)
+    first.write(first.main, 0)
+    first.spool(1, end=2)
+    second.spool(0, end=1)
+    report, ticks = merged(first)
+    assert Counter(ticks) == Counter([*numbers(2), *numbers(1)])
+    assert [(p["events"], p["complete"]) for p in report["processes"]] == [(2 * RECORDS, True), (RECORDS, True)]
+
+
 def test_one_file_alone_brings_what_the_spool_has_of_it(tmp_path):
     """Named by itself, a file is completed too; other processes of the spool stay out."""
     first, second = Root(tmp_path), Root(tmp_path, "cd" * 8, rank=1)
