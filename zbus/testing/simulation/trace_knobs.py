@@ -35,7 +35,7 @@ def draw_tracing(rng: Random, size: str) -> dict[str, Any]:
         "tracing": True,
         "trace_period": int((20 + r() * 60) * MS),
         "trace_blocks": 2 + int(r() * 4),
-        "trace_backlog": (12, 30, 1 << 20)[int(r() * 3)],
+        "trace_backlog": (4, 12, 30, 1 << 20)[int(r() * 4)],
         "trace_pace": int((0.2 + r() * r() * 20) * MS),
         "trace_ends": rate(0.1),
         "trace_loss": rate(0.4),

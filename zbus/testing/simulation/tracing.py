@@ -284,7 +284,7 @@ class Tracing:
         self._full: set[str] = set()
         knobs = world.knobs
         prompt = 3 * knobs.delay + 8 * knobs.trace_pace < self.period // 4  # an answer comes before it is missed
-        self.calm = not self._plan() and knobs.faultless and prompt
+        self.calm = not self._plan() and not knobs.pauses and prompt
         self._start_sidecar()
 
     def cover(self, what: str) -> None:
