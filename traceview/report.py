@@ -102,7 +102,9 @@ def _summary(found: Survey, problems: Problems, late: int) -> str:
     bounds = [r.clock_bound_us for r in found.ranks.values()]
     known = [bound for bound in bounds if bound is not None]
     worst = max(known, default=0.0)
-    error = ("exact" if not worst else f"≤ {worst:.0f} µs") if len(known) == len(bounds) and known else "not measured"
+    error = ("exact" if not worst else f"≤ {duration(worst)}") if worst or len(known) == len(bounds) else "not measured"
+    if worst and len(known) < len(bounds):
+        error += f", {len(bounds) - len(known)} unknown"
     return cards(
         [
             ("duration", duration((last - first) / 1000), False),

@@ -83,22 +83,36 @@ class _Loss:
 
 
 def stragglers(found: Survey, *, threshold: float = 1.05) -> list[Straggler]:
-    """Return the ranks that made others wait, the worst first; those slower by less than ``threshold`` are noise."""
-    rows = []
+    """Return the ranks that made others wait, the worst first and doubts last.
+
+    Ranks that are slower by less than ``threshold`` are noise.
+    """
+    rows: list[Straggler] = []
     for ranks in found.roles().values():
         if len(ranks) < 2:
             continue
-        units = _units(ranks)
-        losses: dict[int, list[_Loss]] = {}
-        for name in units:
-            batches = _of_batches(found, ranks, name)
-            for place, loss in _compare(ranks, batches if batches is not None else _kth(ranks, name)):
-                losses.setdefault(place, []).append(loss)
-        for place, own in losses.items():
-            row = _verdict(ranks, place, own, units)
-            if row is not None and (row.factor >= threshold or row.why in ("late start", "clock doubt")):
-                rows.append(row)
-    return sorted(rows, key=lambda row: -row.lost_s)
+        unknown = {place for place, rank in enumerate(ranks) if _doubtful(rank)}
+        own = _of_role(found, ranks, unknown)
+        doubts = {place: row for place, row in own.items() if row.why == "clock doubt" and place not in unknown}
+        if doubts:  # who only seems to be last must not hide who is
+            again = _of_role(found, ranks, unknown | set(doubts))
+            slow = {place for place in doubts if place in again and again[place].factor >= threshold}
+            own = {**again, **{place: row for place, row in doubts.items() if place not in slow}}
+        rows += own.values()
+    rows = [row for row in rows if row.factor >= threshold or row.why in ("late start", "clock doubt")]
+    return sorted(rows, key=lambda row: (row.why == "clock doubt", -row.lost_s))
+
+
+def _of_role(found: Survey, ranks: list[Rank], doubted: set[int]) -> dict[int, Straggler]:
+    """Return what each rank of a role cost the others, by its place; ``doubted``: when these began is not known."""
+    units = _units(ranks)
+    losses: dict[int, list[_Loss]] = {}
+    for name in units:
+        batches = _of_batches(found, ranks, name)
+        for place, loss in _compare(batches if batches is not None else _kth(ranks, name), doubted):
+            losses.setdefault(place, []).append(loss)
+    rows = {place: _verdict(ranks, place, own, units, doubted=place in doubted) for place, own in losses.items()}
+    return {place: row for place, row in rows.items() if row is not None}
 
 
 def clock_rows(found: Survey) -> list[dict[str, Any]]:
@@ -181,11 +195,11 @@ def _kth(ranks: list[Rank], name: str) -> _Units | None:
     return units
 
 
-def _compare(ranks: list[Rank], units: _Units | None) -> list[tuple[int, _Loss]]:
+def _compare(units: _Units | None, doubted: set[int]) -> list[tuple[int, _Loss]]:
     if units is None or not units.starts.size:
         return []
     places, starts, durs = units.places, units.starts, units.durs
-    doubt = np.array([_doubtful(ranks[place]) for place in places])
+    doubt = np.array([place in doubted for place in places])
     if doubt.any():  # when it began is not known: as if it had begun with its peers
         usual = _median(starts[~doubt]) if (~doubt).any() else np.zeros(starts.shape[1])
         starts = np.where(doubt[:, None], np.where(np.isnan(starts), np.nan, usual), starts)
@@ -219,7 +233,9 @@ def _doubtful(rank: Rank) -> bool:
     return rank.clock in ("wall", "none", "start") and rank.clock_bound_us is None
 
 
-def _verdict(ranks: list[Rank], place: int, losses: list[_Loss], units: list[str]) -> Straggler | None:
+def _verdict(
+    ranks: list[Rank], place: int, losses: list[_Loss], units: list[str], *, doubted: bool
+) -> Straggler | None:
     rank = ranks[place]
     behind = _carried(losses)
     last = [loss.lag > 0 for loss in losses]
@@ -235,13 +251,13 @@ def _verdict(ranks: list[Rank], place: int, losses: list[_Loss], units: list[str
     extra = float(sum(loss.extra[mine].sum() for loss, mine in zip(losses, last, strict=True)))
     count = sum(int(mine.sum()) for mine in last)
     error_us = _error_us(ranks, place)
-    if (late > extra and error_us is not None and late <= error_us * 1000 * count) or (_doubtful(rank) and extra <= 0):
+    if (late > extra and error_us is not None and late <= error_us * 1000 * count) or (doubted and extra <= 0):
         why = "clock doubt"
         error = f"{error_us:.0f} µs" if error_us is not None else "an unknown amount"
         detail = f"clocks may be wrong by {error}, which explains the difference"
     elif late > extra:
         why = "late start"
-        detail = f"begins `{worst.name}` {late / 1e6 / max(1, count):.3g} ms after its peers, {count} times"
+        detail = f"begins `{worst.name}` {_length(late / max(1, count))} after its peers, {_times(count)}"
     else:
         phase = _phase(ranks, place, units, extra)
         if phase is not None:
@@ -252,6 +268,14 @@ def _verdict(ranks: list[Rank], place: int, losses: list[_Loss], units: list[str
             detail = f"`{worst.name}` takes {worst.factor:.2f}x its peers, in all its parts"
     of = sum(loss.of for loss in losses)
     return Straggler(rank.name, round(total / 1e9, 9), count, of, worst.name, round(worst.factor, 3), why, detail)
+
+
+def _length(ns: float) -> str:
+    return f"{ns / 1e6:.3g} ms" if ns < 1e9 else f"{ns / 1e9:.3g} s"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def _carried(losses: list[_Loss]) -> list[Floats]:

@@ -71,6 +71,16 @@ def test_a_delay_within_the_error_of_clocks_blames_nobody(tmp_path):
     assert "late start" not in {row.why for row in rows if row.lost_s > 1e-3}
 
 
+def test_a_doubtful_rank_does_not_hide_who_is_slow(tmp_path):
+    """One rank seems to begin 2 ms late, by a clock known to 2 ms; the slow one, 1 ms behind, is still found, first."""
+    ways = {3: Way(there_us=40, back_us=4000)}
+    plan = Plan(steps=STEPS, clocks=planted_clocks(5), ways=ways, reward={1: 3.0}, seed=5)
+    rows = found_in(tmp_path, plan)
+    assert (rows[0].rank, rows[0].why, rows[0].units) == ("actor/1", "slow phase", STEPS)
+    assert rows[0].lost_s == pytest.approx(STEPS * 1e-3, rel=0.1)
+    assert [(row.rank, row.why) for row in rows[1:] if row.lost_s > 1e-3] == [("actor/3", "clock doubt")]
+
+
 def test_how_long_work_takes_needs_no_exact_clock(tmp_path):
     """A slow rank behind the same way is blamed for what it is: its durations are its own clock's."""
     ways = {1: Way(there_us=40, back_us=6000)}
