@@ -17,6 +17,7 @@ MAX_TEXT: Final = 4096
 _MAX_REPR: Final = 200
 _MAX_ITEMS: Final = 32
 _MAX_DEPTH: Final = 4
+_MAX_ALL: Final = 256
 _MIN_INT: Final = -(1 << 63)
 _MAX_INT: Final = (1 << 64) - 1
 _PLAIN: Final = frozenset({float, bool, type(None)})
@@ -25,7 +26,7 @@ _PLAIN: Final = frozenset({float, bool, type(None)})
 def freeze_in_place(args: dict[str, Any]) -> None:
     """Replace every value of ``args`` that is not a plain number or a short text by its frozen form."""
     for key, value in args.items():
-        cls = value.__class__
+        cls = type(value)
         if cls is int:
             if _MIN_INT <= value <= _MAX_INT:
                 continue
@@ -34,19 +35,33 @@ def freeze_in_place(args: dict[str, Any]) -> None:
         args[key] = freeze(value)
 
 
-def freeze(value: object, depth: int = 0) -> Any:
+def freeze(value: object) -> Any:
     """Return ``value`` as bounded JSON values: numbers, text, lists and dicts; never raises.
 
     numpy scalars become numbers; arrays and tensors become a text of dtype and shape (their data is not read, so a
-    GPU is never waited for); other objects become their repr, cut at 200 characters.
+    GPU is never waited for); other objects become their repr, cut at 200 characters. Of containers at most 32 items of
+    each and 256 in all are looked at, four levels deep.
     """
+    return _frozen(value, 0, _Budget())
+
+
+class _Budget:
+    """How many more items of containers may be looked at for one argument."""
+
+    __slots__ = ("left",)
+
+    def __init__(self) -> None:
+        self.left = _MAX_ALL
+
+
+def _frozen(value: object, depth: int, budget: _Budget) -> Any:
     try:
-        return _freeze(value, depth)
+        return _freeze(value, depth, budget)
     except Exception:  # noqa: BLE001  # a foreign property, repr or iterator may raise anything
         return f"<{_type_name(value)}: not printable>"
 
 
-def _freeze(value: Any, depth: int) -> Any:
+def _freeze(value: Any, depth: int, budget: _Budget) -> Any:
     cls = type(value)
     if cls in _PLAIN:
         return value
@@ -61,7 +76,7 @@ def _freeze(value: Any, depth: int) -> Any:
     if isinstance(value, bytes | bytearray | memoryview):
         return f"<{cls.__name__}, {memoryview(value).nbytes} bytes>"
     if depth < _MAX_DEPTH and isinstance(value, Mapping | list | tuple | set | frozenset):
-        return _freeze_container(value, depth)
+        return _freeze_container(value, depth, budget)
     return _freeze_object(value, cls)
 
 
@@ -71,15 +86,17 @@ def _freeze_int(value: int) -> int | str:
     return str(value) if value.bit_length() <= 4096 else f"<int of {value.bit_length()} bits>"
 
 
-def _freeze_container(value: Any, depth: int) -> Any:
-    more = len(value) - _MAX_ITEMS
+def _freeze_container(value: Any, depth: int, budget: _Budget) -> Any:
+    count = min(_MAX_ITEMS, budget.left)
+    budget.left -= min(count, len(value))
+    more = len(value) - count
     if isinstance(value, Mapping):
-        pairs = [(key, item) for (key, item), _ in zip(value.items(), range(_MAX_ITEMS), strict=False)]
-        out = {str(freeze(key, _MAX_DEPTH)): freeze(item, depth + 1) for key, item in pairs}
+        pairs = [(key, item) for (key, item), _ in zip(value.items(), range(count), strict=False)]
+        out = {str(_frozen(key, _MAX_DEPTH, budget)): _frozen(item, depth + 1, budget) for key, item in pairs}
         if more > 0:
             out["…"] = f"{more} more"
         return out
-    items = [freeze(item, depth + 1) for item, _ in zip(value, range(_MAX_ITEMS), strict=False)]
+    items = [_frozen(item, depth + 1, budget) for item, _ in zip(value, range(count), strict=False)]
     if more > 0:
         items.append(f"… {more} more")
     return items

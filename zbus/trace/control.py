@@ -255,7 +255,13 @@ def _apply_sessions(writer: TraceWriter) -> None:
     sessions = _sessions.get(key)
     if sessions is None:
         sessions = _sessions[key] = SessionWriter(
-            *key, config, incarnation=writer.incarnation, start=writer.start, source=writer.source, clock=writer.clock
+            *key,
+            config,
+            incarnation=writer.incarnation,
+            start=writer.start,
+            source=writer.source,
+            epoch=writer.epoch,
+            clock=writer.clock,
         )
     sessions.config = config
     tracer.sessions = sessions.recorder

@@ -13,7 +13,7 @@ from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.trace.config import TraceConfig
 from zbus.trace.events import plain_json
 from zbus.trace.sessions import SessionRecorder
-from zbus.trace.tracefile import LineFile, new_source, opening_facts, run_epoch, sessions_path
+from zbus.trace.tracefile import LineFile, RunEpoch, new_source, opening_facts, run_epoch, sessions_path
 
 __all__ = ["SessionWriter"]
 
@@ -34,6 +34,7 @@ class SessionWriter:
         incarnation: Of this start of the rank.
         start: Start counter of the rank.
         source: Id of the process's stream of records; a fresh one by default.
+        epoch: Where time 0 is; by default as ``config`` says now.
         clock: For times.
 
     Raises:
@@ -49,6 +50,7 @@ class SessionWriter:
         incarnation: int = 0,
         start: int = 0,
         source: str = "",
+        epoch: RunEpoch | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.config = config
@@ -58,7 +60,7 @@ class SessionWriter:
         self.path = self._base
         self._who: dict[str, Any] = {"role": role, "rank": rank, "start": start, "incarnation": incarnation}
         self._clock = clock
-        self._epoch = run_epoch(config, clock)
+        self._epoch = epoch or run_epoch(config, clock)
         now = clock.monotonic_ns
         self.recorder = SessionRecorder(
             role, rank, start=start, now=now, epoch_ns=self._epoch.mono_ns, on_ready=self._on_ready

@@ -20,6 +20,7 @@ from typing import Any, Final, Self, TypeVar
 
 from zbus.trace.args import freeze
 from zbus.trace.tracer import get_tracer
+from zbus.trace.wrap import wrap
 
 __all__ = [
     "SessionRecorder",
@@ -48,7 +49,7 @@ _task_id: contextvars.ContextVar[int | None] = contextvars.ContextVar("zbus_task
 _session_id: contextvars.ContextVar[int | None] = contextvars.ContextVar("zbus_session_id", default=None)
 
 
-class _Session:
+class _Open:
     """An open session. Times are monotonic nanoseconds."""
 
     __slots__ = ("counters", "finalized_ns", "payload", "phases", "reason", "session_id", "status", "submit_ns", "task")
@@ -99,9 +100,9 @@ class SessionRecorder:
         self._base = start << _STARTS_BITS
         self._on_ready = on_ready
         self._lock = threading.RLock()  # a signal handler may finish a session while we hold it
-        self._tasks: dict[int, dict[int, _Session]] = {}
+        self._tasks: dict[int, dict[int, _Open]] = {}
         self._task_facts: dict[int, tuple[int, dict[str, Any]]] = {}
-        self._open: dict[int, _Session] = {}
+        self._open: dict[int, _Open] = {}
         self._ready: list[dict[str, Any]] = []
 
     # -- events ---------------------------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ class SessionRecorder:
         session_id = self._base + next(_ids)
         with self._lock:
             submit, payload = self._task_facts.pop(task, (self.now(), {}))
-            session = _Session(task, session_id, submit, payload)
+            session = _Open(task, session_id, submit, payload)
             self._tasks.setdefault(task, {})[session_id] = session
             self._open[session_id] = session
             self.recorded += 1
@@ -223,13 +224,13 @@ class SessionRecorder:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _chosen(self, task: int | None, session_id: int | None) -> list[_Session]:
+    def _chosen(self, task: int | None, session_id: int | None) -> list[_Open]:
         if session_id is not None:
             session = self._open.get(session_id)
             return [] if session is None else [session]
         return list(self._tasks.get(task, {}).values()) if task is not None else []
 
-    def _forget(self, session: _Session) -> None:
+    def _forget(self, session: _Open) -> None:
         self._open.pop(session.session_id, None)
         siblings = self._tasks.get(session.task)
         if siblings is not None:
@@ -240,7 +241,7 @@ class SessionRecorder:
     def _seconds(self, at_ns: int | None) -> float | None:
         return None if at_ns is None else (at_ns - self.epoch_ns) / 1e9
 
-    def _record(self, session: _Session) -> dict[str, Any]:
+    def _record(self, session: _Open) -> dict[str, Any]:
         end = session.finalized_ns
         record: dict[str, Any] = {
             "task_id": session.task,
@@ -426,62 +427,88 @@ atrace_session_phase = trace_session_phase
 
 
 def trace_session(phase: str) -> Callable[[F], F]:
-    """Decorate a function or coroutine so that each call is one instance of a phase of the current session."""
+    """Decorate a function so that each call is one instance of a phase of the current session.
 
-    def decorate(function: Any) -> Any:
-        if inspect.iscoroutinefunction(function):
+    Also a coroutine, generator or async generator; of the latter two the phase lasts from the first step to the end.
+    """
 
-            @functools.wraps(function)
-            async def call_async(*a: Any, **k: Any) -> Any:
-                with trace_session_phase(phase):
-                    return await function(*a, **k)
-
-            return call_async
-
-        @functools.wraps(function)
-        def call(*a: Any, **k: Any) -> Any:
-            with trace_session_phase(phase):
-                return function(*a, **k)
-
-        return call
+    def decorate(function: F) -> F:
+        wrapped: F = wrap(function, functools.partial(trace_session_phase, phase))
+        return wrapped
 
     return decorate
 
 
-class session_context:  # noqa: N801  # founding spelling: a decorator and a context manager
-    """Run a block, function or coroutine as one session of the current task, as the current session.
+class _Session:
+    """A session that is begun, and finished when its block is left; makes nothing current by itself."""
 
-    An exception finishes the session as ``failed`` with the exception as reason. Otherwise it stays open until its
-    task is finalized; without a current task it has one of its own and is finished as ``accepted``.
-    """
+    session_id: int | None = None
 
     def __enter__(self) -> Self:
         self._recorder = recorder = _recorder()
-        self._tokens: tuple[Any, Any] | None = None
         if recorder is not None:
-            task = _task_id.get()
-            self._own = task is None
-            chosen = recorder.register_task({}) if task is None else task
-            self.session_id = recorder.register_session(chosen)
-            self._tokens = _task_id.set(chosen), _session_id.set(self.session_id)
+            current = _task_id.get()
+            self._own = current is None
+            self.task_id = recorder.register_task({}) if current is None else current
+            self.session_id = recorder.register_session(self.task_id)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         recorder = self._recorder
-        if recorder is None or self._tokens is None:
+        if recorder is None:
             return
-        task_token, session_token = self._tokens
-        try:
-            _task_id.reset(task_token)
-            _session_id.reset(session_token)
-        except ValueError:  # closed in another context, as an async generator may be
-            pass
-        if kind is not None:
+        if kind is not None and kind is not GeneratorExit:  # whoever closes a generator has what it wanted
             recorder.finalize(None, self.session_id, "failed", str(freeze(error)))
         elif self._own:
             recorder.finalize(None, self.session_id, None, None)
+
+    def current(self) -> _Current:
+        """Return a block in which this session and its task are the current ones."""
+        return _Current(self)
+
+
+class _Current:
+    """See ``_Session.current``."""
+
+    def __init__(self, session: _Session) -> None:
+        self._session = session
+        self._tokens: tuple[Any, Any] | None = None
+
+    def __enter__(self) -> None:
+        if self._session.session_id is not None:
+            self._tokens = _task_id.set(self._session.task_id), _session_id.set(self._session.session_id)
+
+    def __exit__(self, *_: object) -> None:
+        if self._tokens is None:
+            return
+        try:
+            _task_id.reset(self._tokens[0])
+            _session_id.reset(self._tokens[1])
+        except ValueError:  # left in another context, as may happen to a task that is torn down
+            pass
+
+
+class session_context(_Session):  # noqa: N801  # founding spelling: a decorator and a context manager
+    """Run a block or a function of any kind as one session of the current task, as the current session.
+
+    An exception finishes the session as ``failed`` with the exception as reason. Otherwise it stays open until its
+    task is finalized; without a current task it has one of its own and is finished as ``accepted``. Of a generator it
+    lasts from the first step to the end, and is current only while the generator runs.
+    """
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._block = self.current()
+        self._block.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._block.__exit__()
+        super().__exit__(kind, error, trace)
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -492,23 +519,7 @@ class session_context:  # noqa: N801  # founding spelling: a decorator and a con
         self.__exit__(kind, error, trace)
 
     def __call__(self, function: F) -> F:
-        """Decorate a function or coroutine; each call is a session of its own."""
-        wrapped: Any
-        if inspect.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def call_async(*a: Any, **k: Any) -> Any:
-                with session_context():
-                    return await function(*a, **k)
-
-            wrapped = call_async
-        else:
-
-            @functools.wraps(function)
-            def call(*a: Any, **k: Any) -> Any:
-                with session_context():
-                    return function(*a, **k)
-
-            wrapped = call
-        result: F = wrapped
-        return result
+        """Decorate a function; each call is a session of its own."""
+        stepwise = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+        wrapped: F = wrap(function, _Session, _Session.current) if stepwise else wrap(function, session_context)
+        return wrapped

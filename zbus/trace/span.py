@@ -7,7 +7,6 @@ reason of tracing, and do nothing unless the level is ``full``.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -16,6 +15,7 @@ from typing import Any, Final, Self, TypeVar, overload
 from zbus.trace import tracer as tracer_module
 from zbus.trace.args import MAX_TEXT, freeze_in_place
 from zbus.trace.tracer import COUNTER, FLOW, INSTANT, Tracer, current_task_name, get_tracer
+from zbus.trace.wrap import wrap
 
 __all__ = [
     "Span",
@@ -178,64 +178,12 @@ def traced(target: Any = None, /, category: str = "misc", **args: Any) -> Any:
     qualified name by default.
     """
     if callable(target):
-        return _wrap(target, target.__qualname__, category, args)
+        return wrap(target, functools.partial(span, target.__qualname__, category, **args))
 
     def decorate(function: Any) -> Any:
-        return _wrap(function, target or function.__qualname__, category, args)
+        return wrap(function, functools.partial(span, target or function.__qualname__, category, **args))
 
     return decorate
-
-
-def _wrap(function: Any, name: str, category: str, args: Mapping[str, Any]) -> Any:
-    if inspect.isasyncgenfunction(function):
-        return _wrap_async_generator(function, name, category, args)
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def call_async(*a: Any, **k: Any) -> Any:
-            with span(name, category, **args):
-                return await function(*a, **k)
-
-        return call_async
-    if inspect.isgeneratorfunction(function):
-
-        @functools.wraps(function)
-        def generate(*a: Any, **k: Any) -> Any:
-            with span(name, category, **args):
-                return (yield from function(*a, **k))
-
-        return generate
-
-    @functools.wraps(function)
-    def call(*a: Any, **k: Any) -> Any:
-        with span(name, category, **args):
-            return function(*a, **k)
-
-    return call
-
-
-def _wrap_async_generator(function: Any, name: str, category: str, args: Mapping[str, Any]) -> Any:
-    @functools.wraps(function)
-    async def generate(*a: Any, **k: Any) -> Any:
-        inner = function(*a, **k)
-        with span(name, category, **args):
-            try:
-                item = await anext(inner)
-                while True:
-                    try:
-                        sent = yield item
-                    except GeneratorExit:
-                        raise
-                    except BaseException as error:  # noqa: BLE001  # thrown in by the consumer: the inner one decides
-                        item = await inner.athrow(error)
-                    else:
-                        item = await inner.asend(sent)
-            except StopAsyncIteration:
-                return
-            finally:
-                await inner.aclose()
-
-    return generate
 
 
 # -- founding spellings --------------------------------------------------------------------------------------------

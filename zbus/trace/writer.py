@@ -21,7 +21,6 @@ from zbus.trace.events import Event, Expander, encode_event
 from zbus.trace.tracefile import (
     FORMAT,
     LineFile,
-    RunEpoch,
     new_source,
     opening_facts,
     run_epoch,
@@ -105,7 +104,7 @@ class TraceWriter:
         self._next_look = 0.0
         self._next_sample = 0.0
         self._pid = 0
-        self.epoch: RunEpoch | None = None
+        self.epoch = run_epoch(config, clock)  # once: sessions and forked children count from the same moment
         self._names: dict[int, str] = {}
         self._expander = Expander(0, 0, "")
         self._unsaid: dict[str, list[int]] = {}  # reason -> [lost, since_ns], not in the file yet
@@ -182,7 +181,6 @@ class TraceWriter:
 
     def opening_facts(self) -> dict[str, Any]:
         """Return the args of ``zbus_meta`` for this process, as of now."""
-        assert self.epoch is not None  # noqa: S101  # set by the first open
         return opening_facts(
             self.config,
             role=self.tracer.role,
@@ -264,8 +262,6 @@ class TraceWriter:
     def _open_file(self) -> None:
         self._file.open()
         self._pid = os.getpid()
-        if self.epoch is None:  # once: a forked child counts from the same moment
-            self.epoch = run_epoch(self.config, self.clock)
         self._expander = Expander(self._pid, self.epoch.mono_ns, self.config.run)
         self._file.append(opening_lines(self.opening_facts(), self._expander))
 

@@ -294,6 +294,99 @@ def test_a_phase_closes_and_a_session_fails_on_an_exception(tmp_path):
     assert record["phases"]["toolcall"][0]["end_ts"] is not None
 
 
+def test_a_generator_s_session_and_phase_last_to_its_end(tmp_path):
+    """A session or phase of a generator runs from its first step to its end; between steps it is not current."""
+    path = begin(tmp_path)
+    seen = []
+
+    @trace.session_context()
+    def episode():
+        """Yield twice, returning what was sent."""
+        seen.append(trace.get_session_id())
+        got = yield 1
+        seen.extend((number, trace.get_session_id()) for number in turns())
+        try:
+            yield got
+        except KeyError:
+            yield "thrown"
+        return "end"
+
+    @trace.trace_session("turns")
+    def turns():
+        yield from range(2)
+
+    steps = episode()
+    assert episode.__doc__
+    assert next(steps) == 1
+    assert trace.get_session_id() is None
+    assert steps.send("sent") == "sent"
+    assert steps.throw(KeyError()) == "thrown"
+    with pytest.raises(StopIteration) as stop:
+        next(steps)
+    assert stop.value.value == "end"
+    own = seen[0]
+    assert seen == [own, (0, own), (1, own)]
+    closed = episode()
+    next(closed)
+    closed.close()
+    with pytest.raises(ZeroDivisionError):
+        list(_dividing())
+    trace.reset()
+    first, second, third = records(path)
+    assert [r["status"] for r in (first, second, third)] == ["accepted", "accepted", "failed"]
+    assert first["session_id"] == own
+    assert len(first["phases"]["turns"]) == 1
+    assert first["phases"]["turns"][0]["end_ts"] is not None
+    assert "phases" not in second
+
+
+@trace.session_context()
+def _dividing():
+    yield 1
+    yield 1 / 0
+
+
+def test_an_async_generator_s_session_lasts_to_its_end(tmp_path):
+    """Sessions of interleaved async generators in one task do not mix."""
+    path = begin(tmp_path)
+
+    @trace.trace_session("stream")
+    @trace.session_context()
+    async def episode(number):
+        for turn in range(3):
+            await asyncio.sleep(0)
+            trace.trace_session_event("increment_counter", name=f"of {number}")
+            yield turn, trace.get_session_id()
+
+    async def main():
+        first, second = episode(1), episode(2)
+        ids = []
+        for _ in range(3):
+            ids.append(((await anext(first))[1], (await anext(second))[1]))
+            assert trace.get_session_id() is None
+        assert [item async for item in first] == []
+        await second.aclose()
+        return ids
+
+    ids = asyncio.run(main())
+    trace.reset()
+    assert len(set(ids)) == 1
+    assert {r["session_id"]: r["counters"] for r in records(path)} == {ids[0][0]: {"of 1": 3}, ids[0][1]: {"of 2": 3}}
+
+
+def test_sessions_and_spans_tell_one_time(tmp_path):
+    """A phase and the span around it stand at the same time: both count from the run epoch (row B61)."""
+    path = begin(tmp_path)
+    with trace.session_context(), trace.span("around"), trace.trace_session_phase("generate"), trace.span("inside"):
+        time.sleep(0.01)
+    trace.reset()
+    [phase] = records(path)[0]["phases"]["generate"]
+    lines = path.with_name("traces_1.jsonl").read_text().splitlines()
+    spans = {e["name"]: (e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in map(json.loads, lines) if e["ph"] == "X"}
+    assert spans["around"][0] <= phase["start_ts"] <= spans["inside"][0]
+    assert spans["inside"][1] <= phase["end_ts"] <= spans["around"][1]
+
+
 def test_events_by_name_work_from_any_thread(tmp_path):
     """mark_PHASE_start and _end, counters and the end may be told from elsewhere by session id."""
     path = begin(tmp_path)

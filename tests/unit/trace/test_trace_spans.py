@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import math
+import pathlib
 import subprocess
 import sys
 import threading
@@ -171,6 +173,71 @@ def test_recording_never_raises_whatever_the_argument(tracer):
     assert "not printable" in args["b"]["x"]
     assert args["e"] == "<bytes, 10 bytes>"
     assert args["f"] == str(1 << 70)
+
+
+class Lying:
+    """Says all the wrong things when asked."""
+
+    shape = property(lambda self: 1 / 0)
+    dtype = "float?"
+    __class__ = property(lambda self: 1 / 0)
+
+    def __len__(self) -> int:
+        return -1  # noqa: PLE0303  # that is the lie
+
+    def __iter__(self):
+        return iter(int, 1)  # for ever
+
+    def __getattr__(self, name):
+        raise MemoryError
+
+
+class Bottomless(dict):
+    def __len__(self) -> int:
+        return 10**9
+
+    def items(self):
+        return ((number, self) for number in iter(int, 1))
+
+
+class Wordy:
+    def __repr__(self) -> str:
+        return "word " * 1_000_000
+
+
+def test_arguments_of_any_kind_are_recorded_and_written(tmp_path):
+    """Whatever a span is given, it is written in some short form, and its neighbours too (row B62)."""
+    numpy = pytest.importorskip("numpy")
+    torch = pytest.importorskip("torch")
+    deep: list = []
+    for _ in range(10_000):
+        deep = [deep]
+    values = [
+        Lying(), Bottomless(x=1), Wordy(), deep, numpy.float64("nan"), numpy.datetime64("2026-01-01"),
+        numpy.zeros((3, 0)), numpy.array([Unprintable()], object), torch.ones(2, requires_grad=True),
+        torch.empty(10**6, device="meta"), torch.bfloat16, torch.Size([1, 2]), 10**5000, -(1 << 63) - 1, b"\xff" * 99,
+        bytearray(5), memoryview(b"abc"), range(10**9), {"a": {"b": {"c": {"d": {"e": 1}}}}}, {1, 2}, KeyError(1),
+        [[[["x"] * 99] * 99] * 99] * 99, pathlib.Path("/x"), "x" * 10**6, "\ud800", lambda: 1, print, ..., 1j, True,
+        NotImplemented, threading.Lock(),
+    ]  # fmt: skip
+    trace.configure({"root": str(tmp_path), "flush_period_s": 10}, role="actor", rank=0)
+    try:
+        for number, value in enumerate(values):
+            with trace.span("odd", number=number, value=value) as span:
+                span.set(again=value)
+            trace.instant("odd too", number=number, value=value)
+            trace.counter("number", value)
+        with trace.span("after"):
+            pass
+    finally:
+        trace.reset()
+    text = (tmp_path / "actor" / "traces_0.jsonl").read_text()
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+    seen = [line["args"]["number"] for line in lines if line["name"].startswith("odd")]
+    assert sorted(seen) == sorted([*range(len(values)), *range(len(values))])
+    assert any(line["name"] == "after" for line in lines)
+    assert lines[-1]["args"]["lost"] == {}
+    assert max(map(len, text.splitlines())) < 30_000
 
 
 def test_an_argument_is_taken_as_it_is_now_and_not_kept_alive(tracer):

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -402,6 +403,74 @@ def test_a_forked_child_writes_its_own_events_once_under_its_own_pid(tmp_path):
     assert [(e["name"], e["pid"], e["tid"]) for e in lines(other) if e["ph"] == "i"] == [("child", child, child)]
     epochs = [named(path, "zbus_meta")[0]["args"]["epoch_mono_ns"] for path in (own, other)]
     assert epochs[0] == epochs[1]
+
+
+def test_a_fork_in_the_middle_of_recording_threads_divides_the_records(tmp_path):
+    """Threads record while the process forks: the parent has all of theirs once, the child nothing but its own."""
+    code = """
+        import os, sys, threading
+        from zbus import trace
+        trace.configure({"root": sys.argv[1], "flush_period_s": 0.05}, role="actor", rank=0)
+        go, stop = threading.Barrier(4), threading.Event()
+        counts = []
+        def record():
+            go.wait()
+            number = 0
+            while not stop.is_set() or number < 1000:
+                with trace.span("work", number=number):
+                    number += 1
+            counts.append(number)
+        threads = [threading.Thread(target=record) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        go.wait()
+        children = []
+        for child in range(3):
+            pid = os.fork()
+            if not pid:
+                for _ in range(10):
+                    with trace.span("child", number=child):
+                        pass
+                trace.reset()
+                os._exit(0)
+            children.append(pid)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        for pid in children:
+            os.waitpid(pid, 0)
+        print(sum(counts), *children)
+    """
+    process = run_script(code, str(tmp_path), stdout=subprocess.PIPE)
+    out, _ = process.communicate(timeout=scaled(60))
+    total, *children = map(int, out.split())
+    assert len(named(tmp_path / "actor" / "traces_0.jsonl", "work")) == total
+    for pid in children:
+        path = tmp_path / "actor" / f"traces_0.fork{pid}.jsonl"
+        assert [e["name"] for e in lines(path) if e["ph"] == "X"] == ["child"] * 10
+        assert named(path, "zbus_end")[0]["args"]["recorded"] == 10
+
+
+def test_a_span_never_leaves_the_one_around_it(tmp_path):
+    """Times are kept to the nanosecond, so what was nested is nested in the file, however late in a run (row B82)."""
+    tracer = Tracer("actor", 0, clock=StepClock())
+    writer = TraceWriter(tracer, trace.TraceConfig(root=str(tmp_path)), clock=StepClock())
+    tracer.set_level("full")
+    writer.open()
+    epoch = named(writer.path, "zbus_meta")[0]["args"]["epoch_mono_ns"]
+    chance = random.Random(5)
+    wanted = []
+    for number in range(2000):
+        outer = epoch + chance.randrange(10 ** chance.randrange(3, 16))
+        length = chance.randrange(10 ** chance.randrange(1, 13))
+        inner = outer + chance.randrange(length + 1)
+        times = ((outer, outer + length), (inner, chance.choice((outer + length, inner))))
+        wanted += times
+        for start, end in times:
+            tracer.append((0, "x", "misc", start, end, {"number": number}, None))
+    writer.close()
+    found = [(round(e["ts"] * 1000) + epoch, round(e["dur"] * 1000)) for e in named(writer.path, "x")]
+    assert [(start, start + length) for start, length in found] == wanted
 
 
 def test_a_killed_process_loses_at_most_a_flush_period(tmp_path):
