@@ -34,7 +34,7 @@ _ASK = """(async (q) => {
     return rows;
 })(%s)"""
 _EXPAND = """(() => {
-    for (const one of window.app.trace.currentWorkspace.children) { one.expand(); }
+    for (const one of window.app.trace.workspace.children) { one.expand(); }
 })()"""
 
 

@@ -1,7 +1,8 @@
 """Lanes: rows on which spans nest, because viewers drop or misplace spans that overlap on one thread.
 
 Pure. Spans of one thread come in order of start (longest first at equal starts). A span goes where an enclosing span
-of its own track is open, else to the first row that is free. Spans of different tracks (calls, asyncio tasks) never
+of its own track is open, else to the row its track used last if that is free, else to the first row that is free
+(without a track: always the first). Spans of different tracks (calls, asyncio tasks) never
 nest into one another, however their times fall.
 """
 
@@ -57,7 +58,7 @@ class Lanes:
             stack = self._stacks[home]
             while stack and stack[-1] <= start:
                 stack.pop()
-            if not stack or end <= stack[-1]:
+            if end <= stack[-1] if stack else not home or bool(track):
                 stack.append(end)
                 return home
         return self._find(start, end, track)
@@ -79,7 +80,7 @@ class Lanes:
                 stack.pop()
             if not is_span:
                 add(row if stack else 0)
-            elif not stack or end <= stack[-1]:
+            elif end <= stack[-1] if stack else not row or bool(track):
                 stack.append(end)
                 add(row)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ __all__ = ["duration", "report_page", "sessions_page"]
 _BUCKETS: Final = 250
 _MAX_ROWS: Final = 64
 _MAX_SESSIONS: Final = 60
+_MAX_LEGEND: Final = 16
 
 
 def duration(us: float) -> str:
@@ -67,8 +69,8 @@ def report_page(found: Survey, problems: Problems, sessions: Sequence[Session], 
         parts.extend(_session_parts(sessions, per_rank=False))
     if problems.counts:
         rows = [(kind, count) for kind, count in problems.by_kind().items()]
-        parts.append(section("Damage and doubts", "", table(("kind", "count"), rows)))
-        parts.append(table(("code", "first places"), [(w.code, w.text) for w in problems.first]))
+        places = table(("code", "first places"), [(w.code, w.text) for w in problems.first])
+        parts.append(section("Damage and doubts", "", table(("kind", "count"), rows), "<br>", places))
     subtitle = f"{found.files} files · {len(found.ranks)} ranks · {duration((last - first) / 1000)}"
     return page(title or (f"Run {found.run}" if found.run else "Trace report"), subtitle, parts)
 
@@ -108,7 +110,7 @@ def _summary(found: Survey, problems: Problems, late: int) -> str:
     return cards(
         [
             ("duration", duration((last - first) / 1000), False),
-            ("steps", len(found.steps.windows), False),
+            ("steps", len(found.steps.windows) or "not marked", False),
             ("events", f"{events:,}", False),
             ("stragglers", late, late > 0),
             ("ended early", crashed, crashed > 0),
@@ -121,18 +123,18 @@ def _summary(found: Survey, problems: Problems, late: int) -> str:
 
 def _timeline(found: Survey, first: int, last: int) -> str:
     ranks = [rank for own in found.roles().values() for rank in own if rank.spans]
-    used: set[str] = set()
+    used: Counter[str] = Counter()
     rows = [(rank.name, _busy(rank, first, last, used)) for rank in ranks[:_MAX_ROWS]]
-    note = "how busy each rank was, by category of its longest spans; darker is busier"
+    note = "how busy each rank was, by category (of the bus's spans: by name) of its longest spans; darker is busier"
     more = f"{len(ranks) - _MAX_ROWS} more ranks are not drawn. " if len(ranks) > _MAX_ROWS else ""
     drawn = bars(rows, first / 1e9, last / 1e9) if rows else ""
-    return section("Timeline", more + note, legend(sorted(used)), drawn)
+    return section("Timeline", more + note, legend(sorted(name for name, _ in used.most_common(_MAX_LEGEND))), drawn)
 
 
-def _busy(rank: Rank, first: int, last: int, used: set[str]) -> list[tuple[float, float, str, str, float]]:
+def _busy(rank: Rank, first: int, last: int, used: Counter[str]) -> list[tuple[float, float, str, str, float]]:
     """Return bars: per bucket the busiest span, not counting calls that only wait for others."""
     edges = np.linspace(first, max(last, first + 1), _BUCKETS + 1)
-    best = np.zeros(_BUCKETS)
+    best, score = np.zeros(_BUCKETS), np.zeros(_BUCKETS)
     name_of = [""] * _BUCKETS
     waiting = ("call ", "wire", "queue ", "rpc.client", "controller.step", "train_step")
     names = [n for n in rank.spans if not n.startswith(waiting)] or list(rank.spans)
@@ -141,8 +143,10 @@ def _busy(rank: Rank, first: int, last: int, used: set[str]) -> list[tuple[float
         starts = np.array(spans.starts, dtype=np.float64)
         ends = starts + np.array(spans.durs, dtype=np.float64)
         fill = _coverage(starts, ends, edges)
-        for at in np.flatnonzero(fill > best).tolist():
-            best[at], name_of[at] = fill[at], name
+        # What the user marked inside a method tells more than the method around it.
+        weight = 0.5 if spans.category == "rpc" else 1.0
+        for at in np.flatnonzero(fill * weight > score).tolist():
+            best[at], score[at], name_of[at] = fill[at], fill[at] * weight, name
     out = []
     at = 0
     while at < _BUCKETS:
@@ -152,7 +156,9 @@ def _busy(rank: Rank, first: int, last: int, used: set[str]) -> list[tuple[float
         name = name_of[at]
         if name:
             group = rank.spans[name].category or "other"
-            used.add(group)
+            if group == "rpc":  # of the bus's own spans the method tells more
+                group = name
+            used[group] += edges[until + 1] - edges[at]
             said = f"{rank.name} · {name} · {best[at]:.0%} busy"
             out.append((edges[at] / 1e9, edges[until + 1] / 1e9, colour(group), said, 0.25 + 0.75 * min(1.0, best[at])))
         at = until + 1
@@ -201,9 +207,10 @@ def _session_parts(sessions: Sequence[Session], *, per_rank: bool) -> list[str]:
     rows: list[Sequence[Any]] = [(r["role"], r["status"], r["reason"], r["count"]) for r in found.status]
     parts.append(section("Outcomes", "", table(("role", "status", "reason", "count"), rows)))
     totals = [s.total_s for s in sessions if s.total_s is not None]
-    parts.append(
-        section("Distribution of session length", "", histogram(totals, "#4c78a8", lambda s: duration(s * 1e6)))
-    )
+    whole = found.overall[0]
+    marks = [(name, whole[f"{name}_s"]) for name in ("p50", "p95")] if totals else []
+    drawn = histogram(totals, "#4c78a8", lambda s: duration(s * 1e6), marks)
+    parts.append(section("Distribution of session length", "", drawn))
     if found.by_step:
         note = "a session belongs to the step it ended in, by recorded step markers"
         parts.append(section("Per step", note, table(("step", *heads), body(found.by_step, "step"))))

@@ -193,7 +193,9 @@ def _tell_backwards(found: Survey, problems: Problems) -> None:
         return  # told when the clocks were matched
     wrong: dict[tuple[str, str], list[int]] = {}
     for call in found.calls.values():
-        late = max(call.sent - call.arrived if call.sent and call.arrived else 0, 0)
+        # A request leaves while it is being sent; the caller notes it as sent when it runs again.
+        left = min(call.encoded or call.sent, call.sent)
+        late = max(left - call.arrived if left and call.arrived else 0, 0)
         back = call.run_end - call.replied if call.replied and call.run_end and call.outcome in ANSWERED else 0
         if late > 0 or back > 0:
             wrong.setdefault((call.caller, call.worker), []).append(max(late, back))

@@ -55,3 +55,17 @@ def test_a_mark_goes_to_the_row_of_its_open_track():
     lanes.place(0, 10, "a")
     lanes.place(5, 20, "b")
     assert (lanes.at(6, "b"), lanes.at(30, "b"), lanes.at(6, "unknown")) == (1, 0, 0)
+
+
+def test_a_thread_returns_to_its_first_row_after_an_overlap():
+    """One overlap gives a thread a second row for as long as it lasts, not for good."""
+    lanes = Lanes()
+    assert [lanes.place(*span, "") for span in ((0, 10), (5, 15), (20, 30), (40, 50))] == [0, 1, 0, 0]
+    assert Lanes().place_all([0, 5, 20, 40], [10, 15, 30, 50], [0] * 4, [True] * 4) == [0, 1, 0, 0]
+
+
+def test_a_task_keeps_its_row_while_it_is_free():
+    """Spans of one task stay together although a row before is free."""
+    lanes = Lanes()
+    spans = ((0, 10, "a"), (5, 15, "b"), (20, 30, "b"))
+    assert [lanes.place(*span) for span in spans] == [0, 1, 1]
