@@ -119,7 +119,7 @@ class Shift:
     def move(self, ns: Ints) -> Ints:
         """Return many times of the file on the run's clock."""
         found: Ints = ns + self.add_ns
-        return found + self._line().offset(ns) if self.at_ns else found
+        return found + self.line().offset(ns) if self.at_ns else found
 
     def of_sibling(self, own: Anchor, other: Anchor) -> Shift:
         """Return the shift of another file of the same clock; ``own`` is the anchor of the file this one is for."""
@@ -132,12 +132,13 @@ class Shift:
             return None
         if not self.at_ns or first_ns > last_ns:
             return self.bound_ns / 1000
-        line = self._line()
+        line = self.line()
         there = np.array([first_ns, last_ns], dtype=np.int64) - self.add_ns
         back = there - line.offset(there - self.offset_ns[len(self.offset_ns) // 2])
         return line.worst(int(back[0]), int(back[1])) / 1000
 
-    def _line(self) -> ClockLine:
+    def line(self) -> ClockLine:
+        """Return the offset at all times; only if there is one."""
         at, offset, bounds = (np.array(c, dtype=np.int64) for c in (self.at_ns, self.offset_ns, self.bounds_ns))
         return ClockLine(at, offset, bounds)
 

@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 from traceview.encoder import SpanArrows
 from traceview.event import Event
 
-__all__ = ["Arrows", "Bound", "arrow_id", "arrow_number"]
+__all__ = ["Arrows", "Bound", "arrow_id", "arrow_number", "call_numbers"]
 
 _SPREAD: Final = 0x9E3779B97F4A7C15  # odd, so different ids of one group stay different
 _MASK: Final = (1 << 64) - 1
 _NEVER: Final = -(1 << 62)
 _MANY: Final = 64
+_AT_ONCE: Final = 4096
 
 Ints = NDArray[np.int64]
 Numbers = NDArray[np.uint64]
@@ -128,7 +129,7 @@ class Arrows:
         bases = np.array([self._base(group) for group in groups], dtype=np.uint64)
         self._events.append(numbers)
         self._numbers.append(bases + _values(idents) * np.uint64(_SPREAD))
-        self._calls.append(_call_numbers(map(str, idents)))
+        self._calls.append(call_numbers(map(str, idents)))
         self._phases.append("".join([event.ph for event in events]).encode())
 
     def note_owners(self, numbers: Ints) -> None:
@@ -150,7 +151,7 @@ class Arrows:
         end: Ints,
         span: Flags,
         slot: NDArray[np.int32],
-        calls: Callable[[Ints], list[bytes]],
+        calls: Callable[[Ints], Ints],
     ) -> None:
         """Give each end of one thread to a span that is open at its time: the one that names the call, else the inner.
 
@@ -160,7 +161,7 @@ class Arrows:
             end: In ns too.
             span: Which are spans.
             slot: Which ends they are.
-            calls: Returns the calls that spans name, empty for none.
+            calls: Returns the ``call_numbers`` of what spans name.
         """
         mine = np.flatnonzero(slot >= 0)
         before = np.maximum.accumulate(np.where(span, np.arange(len(numbers)), -1))[mine]
@@ -171,7 +172,7 @@ class Arrows:
         wanted = np.concatenate(self._calls)[slot[mine]]
         doubt = others.copy()
         asked = np.flatnonzero(opened & others)
-        named = _call_numbers(map(_text, calls(numbers[before[asked]])))
+        named = calls(numbers[before[asked]])
         doubt[asked] = (named != wanted[asked]) | (named == 0)
         sure = opened & ~doubt
         self._found.append((slot[mine[sure]], numbers[before[sure]]))
@@ -179,22 +180,21 @@ class Arrows:
             left = np.zeros(len(numbers), dtype=bool)
             left[mine[doubt]] = True
             some = np.flatnonzero(span | left)
-            named = _call_numbers(map(_text, calls(numbers[span])))
-            columns = numbers[some], start[some], end[some], left[some], slot[some]
-            self._look(columns, iter(named.tolist()), iter(wanted[doubt].tolist()))
+            calls_of = np.zeros(len(numbers), dtype=np.int64)
+            calls_of[span], calls_of[left] = calls(numbers[span]), wanted[doubt]
+            self._look([column[some] for column in (numbers, start, end, left, slot, calls_of)])
 
-    def _look(self, columns: tuple[NDArray[Any], ...], named: Iterator[int], wanted: Iterator[int]) -> None:
+    def _look(self, columns: list[NDArray[Any]]) -> None:
         """Give each end to one of several spans that are open."""
         slots: list[int] = []
         spans: list[int] = []
         opened: list[tuple[int, int, int]] = []
-        for number, begin, until, is_end, slot in zip(*[column.tolist() for column in columns], strict=True):
+        for number, begin, until, is_end, slot, call in _lines(columns):
             if not is_end:
                 if len(opened) >= _MANY:
                     opened = [one for one in opened if one[0] >= begin]
-                opened.append((until, number, next(named)))
+                opened.append((until, number, call))
                 continue
-            call = next(wanted)
             opened = [one for one in opened if one[0] >= begin]
             named_so = (span for _, span, one in reversed(opened) if one == call and call)
             slots.append(slot)
@@ -277,10 +277,12 @@ def _value(ident: int | str) -> int:
         return arrow_number(ident)
 
 
-def _text(call: bytes) -> str:
-    return call.decode("utf-8", "replace")
+def _lines(columns: list[NDArray[Any]]) -> Iterator[tuple[Any, ...]]:
+    """Yield what stands at each place, with few numbers of Python at a time."""
+    for at in range(0, len(columns[0]), _AT_ONCE):
+        yield from zip(*[column[at : at + _AT_ONCE].tolist() for column in columns], strict=True)
 
 
-def _call_numbers(calls: Iterable[str]) -> Ints:
+def call_numbers(calls: Iterable[str]) -> Ints:
     """Return numbers that stand for calls within this process; 0 for an empty one."""
     return np.array(list(map(hash, calls)), dtype=np.int64)

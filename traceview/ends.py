@@ -16,8 +16,8 @@ __all__ = ["EndsFile", "count_joined"]
 
 Numbers = NDArray[np.uint64]
 
-_AT_ONCE: Final = 1 << 21
-_READ: Final = 1 << 17
+_AT_ONCE: Final = 1 << 19
+_READ: Final = 1 << 16
 _SPREAD: Final = np.uint64(0x9E3779B97F4A7C15)
 
 

@@ -50,10 +50,7 @@ class Intake:
         self._encoder = encoder
         self._problems = problems
         self._add_ns = job.shift.add_ns + job.base_us * 1000
-        self._points: tuple[Floats, Floats] | None = None
-        if job.shift.at_ns:
-            at = np.array(job.shift.at_ns, dtype=np.int64) - job.base_us * 1000
-            self._points = (at.astype(np.float64), np.array(job.shift.offset_ns, dtype=np.float64))
+        self._line = job.shift.line() if job.shift.at_ns else None
         self._threads: dict[int, dict[int, int]] = {}  # pid in the file -> tid in the file -> index
         self._clean: dict[bytes, msgspec.Raw] = {}  # args of counters, as they were and without what is no number
 
@@ -154,8 +151,8 @@ class Intake:
         pids = [event.pid for event in events]
         if self._processes.headed:
             self._check_writers(pids)
-        start = self._moved(ts)
-        end = np.where(span, self._moved(ts + self._durations(events, span)), start)
+        both = self._moved(np.concatenate((ts, ts + self._durations(events, span))))
+        start, end = both[: len(ts)].copy(), both[len(ts) :].copy()
         if int(start.min()) < 0:
             text = f"{self._label} has events before the run began: put to its begin"
             self._problem("ZT0108", "negative_ts", text, int((start < 0).sum()))
@@ -184,8 +181,8 @@ class Intake:
     def _moved(self, us: Floats) -> Ints:
         """Return times of the file, in µs, on the run's clock in ns."""
         ns = np.rint(us * 1000).astype(np.int64)
-        if self._points is not None:
-            ns = ns + np.rint(_between(ns.astype(np.float64), *self._points)).astype(np.int64)
+        if self._line is not None:
+            ns = ns + self._line.offset(ns + self._job.base_us * 1000)
         moved: Ints = ns + self._add_ns
         return moved
 
@@ -193,7 +190,7 @@ class Intake:
         """Return durations in µs; ends are rounded from them, so that a child never leaves its parent."""
         dur = np.array([event.dur for event in events], dtype=np.float64)
         good = (dur >= 0) & (dur < MAX_US)
-        if good.all():
+        if (good & span).all():
             return dur
         if (span & ~good).any():
             missing = np.isnan(dur) & span
@@ -204,7 +201,7 @@ class Intake:
                 if count:
                     text = f"{self._label} has a span with {what} duration: 0 instead"
                     self._problem("ZT0108", kind, text, count)
-        return np.where(good, dur, 0.0)
+        return np.where(good & span, dur, 0.0)
 
     def _clean_counter(self, event: Event) -> bool:
         """Keep the numeric series only: viewers refuse others."""
@@ -322,14 +319,3 @@ def _tracks(events: list[Event]) -> Ints | None:
     for event in events:
         event.track = ""
     return np.array([hash(one) if one else 0 for one in tracks], dtype=np.int64)
-
-
-def _between(ns: Floats, at: Floats, offset: Floats) -> Floats:
-    """Return offsets on the straight lines through the points; beyond them along the outer lines."""
-    found: Floats = np.interp(ns, at, offset)
-    if len(at) > 1:
-        for edge, inner, outside in ((0, 1, ns < at[0]), (-1, -2, ns > at[-1])):
-            span = at[edge] - at[inner]
-            slope = np.clip((offset[edge] - offset[inner]) / span, -5e-4, 5e-4) if span else 0.0
-            found = np.where(outside, offset[edge] + slope * (ns - at[edge]), found)
-    return found

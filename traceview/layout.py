@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from traceview.arrows import Bound
+from traceview.arrows import Bound, call_numbers
 from traceview.encoder import Encoder
 from traceview.lanes import Lanes
 from traceview.processes import Thread
@@ -84,10 +84,18 @@ class Layout:
         if not one.tracked and len(one.tids) <= 1 and starts[0] >= one.floor and _nested(starts, ends):
             self.tids[numbers] = self._tid(one, 0)
             return
-        spans = (segment.phase[numbers] == SPAN).tolist()
-        tracks = segment.track[numbers].tolist() if segment.track is not None else None
-        rows = _rows(one, starts.tolist(), ends.tolist(), tracks, spans)
-        used = np.array([self._tid(one, row) for row in range(max(rows) + 1)], dtype=np.int64)
+        rows = np.empty(len(numbers), dtype=np.int64)
+        late = Lanes()
+        for at in range(0, len(numbers), _BATCH):  # as few as that at once as Python's numbers
+            here = slice(at, at + _BATCH)
+            some = numbers[here]
+            spans = (segment.phase[some] == SPAN).tolist()
+            tracks = segment.track[some].tolist() if segment.track is not None else [0] * len(some)
+            columns = starts[here].tolist(), ends[here].tolist(), tracks, spans
+            rows[here] = _rows(one, late, columns) if columns[0][0] < one.floor else one.lanes.place_all(*columns)
+        early = rows < 0
+        rows[early] = max(len(one.tids), len(one.lanes)) - 1 - rows[early]
+        used = np.array([self._tid(one, row) for row in range(int(rows.max()) + 1)], dtype=np.int64)
         self.tids[numbers] = used[rows]
 
     def _tid(self, one: Thread, row: int) -> int:
@@ -95,32 +103,28 @@ class Layout:
             one.tids.append(self._new_tid(one))
         return one.tids[row]
 
-    def _calls(self, encoder: Encoder, spans: Ints) -> list[bytes]:
-        """Return the calls that spans name, empty for none."""
-        store, found = self._segment.store, []
+    def _calls(self, encoder: Encoder, spans: Ints) -> Ints:
+        """Return numbers for the calls that spans name, 0 for none."""
+        store, found = self._segment.store, np.zeros(len(spans), dtype=np.int64)
         for at in range(0, len(spans), _BATCH):
-            found += encoder.calls(store.get(spans[at : at + _BATCH], *encoder.trim))
+            bodies = store.get(spans[at : at + _BATCH], *encoder.trim)
+            found[at : at + _BATCH] = call_numbers([_text(call) for call in encoder.calls(bodies)])
         return found
 
 
-def _rows(one: Thread, starts: list[int], ends: list[int], tracks: list[int] | None, spans: list[bool]) -> list[int]:
-    """Return the row of each event of one thread; one that began before this segment goes to rows of its own."""
+def _text(call: bytes) -> str:
+    return call.decode("utf-8", "replace")
+
+
+def _rows(one: Thread, late: Lanes, columns: tuple[list[int], list[int], list[int], list[bool]]) -> list[int]:
+    """Return the row of each event of a thread; -1, -2, … for rows of ``late``, of what began before the segment."""
+    rows = []
     lanes, floor = one.lanes, one.floor
-    tracks = tracks or [0] * len(starts)
-    if starts[0] >= floor:
-        return lanes.place_all(starts, ends, tracks, spans)
-    late = Lanes()
-    early = [place for place, start in enumerate(starts) if start < floor]
-    others = [place for place, start in enumerate(starts) if start >= floor]
-    rows = [0] * len(starts)
-    for places, where in ((others, lanes), (early, late)):
-        times = [starts[place] for place in places], [ends[place] for place in places]
-        kinds = [tracks[place] for place in places], [spans[place] for place in places]
-        for place, row in zip(places, where.place_all(*times, *kinds), strict=True):
-            rows[place] = row
-    used = max(len(one.tids), len(lanes))
-    for place in early:
-        rows[place] += used
+    for start, end, track, span in zip(*columns, strict=True):
+        if start < floor:
+            rows.append(-1 - (late.place(start, end, track) if span else late.at(start, track)))
+        else:
+            rows.append(lanes.place(start, end, track) if span else lanes.at(start, track))
     return rows
 
 
