@@ -164,8 +164,11 @@ class Arrows:
             calls: Returns the ``call_numbers`` of what spans name.
         """
         mine = np.flatnonzero(slot >= 0)
-        before = np.maximum.accumulate(np.where(span, np.arange(len(numbers)), -1))[mine]
-        latest = np.maximum.accumulate(np.where(span, end, _NEVER))
+        places = np.where(span, np.arange(len(numbers), dtype=np.int32), np.int32(-1))
+        np.maximum.accumulate(places, out=places)
+        before = places[mine]
+        latest = np.where(span, end, _NEVER)
+        np.maximum.accumulate(latest, out=latest)
         opened = (before >= 0) & (end[before] >= start[mine])  # the span begun last is open
         others = (before > 0) & (latest[before - 1] >= start[mine])  # so is one before it
         self.alone += int((~opened & ~others).sum())

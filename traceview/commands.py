@@ -56,7 +56,7 @@ _MAX_BAD = 5
 @click.option("--add", metavar="FILE", multiple=True, help="Another file to merge in, of any tool (repeat).")
 @click.option("--strict", is_flag=True, help="Exit 7 if any data is missing (the output is still written).")
 @click.option("--report", "report_to", type=click.Path(dir_okay=False), help="Write the report as JSON to this file.")
-@click.option("--jobs", type=click.IntRange(1), help="Processes to work with [default: one per processor].")
+@click.option("--jobs", type=click.IntRange(1), help="Processes to work with, each of about 90 MB [default: 2].")
 @output_options
 @click.pass_context
 def merge(context: click.Context, /, inputs: tuple[str, ...], **options: Any) -> None:

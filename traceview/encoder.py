@@ -50,7 +50,7 @@ class Placed:
 
     bodies: list[bytes]
     pids: Ints
-    tids: Ints
+    tids: NDArray[np.int32]
     starts: Ints
     ends: Ints
     arrows: SpanArrows = NO_ARROWS

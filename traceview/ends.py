@@ -16,7 +16,7 @@ __all__ = ["EndsFile", "count_joined"]
 
 Numbers = NDArray[np.uint64]
 
-_AT_ONCE: Final = 1 << 19
+_AT_ONCE: Final = 1 << 18
 _READ: Final = 1 << 16
 _SPREAD: Final = np.uint64(0x9E3779B97F4A7C15)
 
@@ -52,8 +52,17 @@ def count_joined(fds: Sequence[int], total: int) -> int:
                 mine = numbers if shares == 1 else numbers[_share(numbers, shares) == share]
                 (arriving if arrives else leaving).append(mine)
         if leaving and arriving:
-            joined += len(np.intersect1d(np.concatenate(leaving), np.concatenate(arriving)))
+            joined += _common(np.concatenate(leaving), np.concatenate(arriving))
     return joined
+
+
+def _common(some: Numbers, others: Numbers) -> int:
+    """Return how many numbers are in both."""
+    some.sort()
+    others.sort()
+    different = np.append(True, others[1:] != others[:-1])
+    found = np.searchsorted(some, others)
+    return int((different & (some[np.minimum(found, len(some) - 1)] == others)).sum())
 
 
 def _share(numbers: Numbers, shares: int) -> Numbers:

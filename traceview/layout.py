@@ -40,11 +40,13 @@ class Layout:
         self._threads = threads
         self._new_tid = new_tid
         self.order = segment.order()
-        self.tids: Ints = np.zeros(len(self.order), dtype=np.int64)
+        self.tids: NDArray[np.int32] = np.zeros(len(self.order), dtype=np.int32)
         thread = segment.thread[self.order]
         if len(threads) <= 1 << 16:
             thread = thread.astype(np.uint16)  # sorted by counting
         self._by_thread = self.order[np.argsort(thread, kind="stable")]
+        counts = np.bincount(thread, minlength=len(threads))
+        self._present = [(threads[index], int(counts[index])) for index in np.flatnonzero(counts).tolist()]
         for one, numbers in self._of_threads():
             self._place(one, numbers)
 
@@ -72,10 +74,10 @@ class Layout:
 
     def _of_threads(self) -> Iterator[tuple[Thread, Ints]]:
         """Yield the events of each thread in order of time."""
-        thread = self._segment.thread[self._by_thread]
-        bounds = np.flatnonzero(np.diff(thread, prepend=-1, append=-2))
-        for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-            yield self._threads[int(thread[first])], self._by_thread[first:last]
+        first = 0
+        for one, count in self._present:
+            yield one, self._by_thread[first : first + count]
+            first += count
 
     def _place(self, one: Thread, numbers: Ints) -> None:
         """Give the events of a thread their rows: several if its spans overlap."""
@@ -84,7 +86,7 @@ class Layout:
         if not one.tracked and len(one.tids) <= 1 and starts[0] >= one.floor and _nested(starts, ends):
             self.tids[numbers] = self._tid(one, 0)
             return
-        rows = np.empty(len(numbers), dtype=np.int64)
+        rows = np.empty(len(numbers), dtype=np.int32)
         late = Lanes()
         for at in range(0, len(numbers), _BATCH):  # as few as that at once as Python's numbers
             here = slice(at, at + _BATCH)
@@ -95,7 +97,7 @@ class Layout:
             rows[here] = _rows(one, late, columns) if columns[0][0] < one.floor else one.lanes.place_all(*columns)
         early = rows < 0
         rows[early] = max(len(one.tids), len(one.lanes)) - 1 - rows[early]
-        used = np.array([self._tid(one, row) for row in range(int(rows.max()) + 1)], dtype=np.int64)
+        used = np.array([self._tid(one, row) for row in range(int(rows.max()) + 1)], dtype=np.int32)
         self.tids[numbers] = used[rows]
 
     def _tid(self, one: Thread, row: int) -> int:
@@ -143,7 +145,9 @@ def _nested(starts: Ints, ends: Ints) -> bool:
         holds = np.append(inside, False)
         if (ends[1:][inside] > ends[:-1][inside]).any():
             return False
-        outer = np.maximum.accumulate(np.where(holds, np.arange(len(starts)), -1))  # the last one that stays
+        outer = np.maximum.accumulate(
+            np.where(holds, np.arange(len(starts), dtype=np.int32), np.int32(-1))
+        )  # the last one that stays
         known = outer >= 0
         within = known & (starts < ends[outer])
         if (within & ~holds & (ends > ends[outer])).any():

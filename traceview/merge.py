@@ -32,6 +32,8 @@ __all__ = ["FORMAT", "MergeReport", "ProcessReport", "encoder_of", "merge", "out
 _DOUBTFUL: Final = {"wall": "clock not measured", "none": "clock unknown"}
 _MANY_BYTES: Final = 8 << 20
 _BIG_EVENTS: Final = 1_000_000
+_MOST_WORKERS: Final = 2
+"""Processes unless more are asked for: together with this one they stay below 256 MB, whatever the size of the input."""
 
 
 @dataclass(slots=True)
@@ -103,7 +105,7 @@ def merge(
     on_warning: Callable[[Warned], None] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     run_events: int = 60_000,
-    segment: int = 1_000_000,
+    segment: int = 500_000,
 ) -> MergeReport:
     """Merge the trace files behind ``inputs`` into one trace.
 
@@ -117,7 +119,7 @@ def merge(
         keep: Which events to keep; None: all.
         all_runs: Keep files of older runs that lie in the same tree.
         clocks: How to match clocks, see ``choose``.
-        jobs: Processes to work with; None: as many as there are processors, if the input is large.
+        jobs: Processes to work with, each of about 90 MB; None: two, if there are processors and the input is large.
         on_warning: Told of the first problems of each kind, at once.
         on_progress: Told of files done and files in all.
         run_events: Encoded events held in memory at most, by each process.
@@ -172,7 +174,7 @@ def _job(choice: Choice, number: int, files: int, keep: Keep, run_events: int, s
 def _workers(kept: list[Choice]) -> int:
     if len(kept) == 1 or total_bytes(kept) < _MANY_BYTES:
         return 1
-    return max(1, min(len(os.sched_getaffinity(0)), len(kept), 8))
+    return max(1, min(len(os.sched_getaffinity(0)), len(kept), _MOST_WORKERS))
 
 
 def _sum_up(report: MergeReport, parts: list[PartReport], problems: Problems, ends: list[int]) -> None:

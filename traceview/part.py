@@ -30,6 +30,8 @@ __all__ = ["merge_part"]
 _BATCH: Final = 8192
 _ROWS_PER_FILE: Final = 100_000
 _FIRST_TID: Final = 1_000_001
+_LARGE: Final = 16 << 20
+"""Bytes of a file from which on its events wait on disk alone."""
 
 Ints = NDArray[np.int64]
 
@@ -104,7 +106,9 @@ class _Part:
         self._processes.close()
 
     def _new_segment(self) -> Segment:
-        return Segment(self._directory, self._job.memory_events, self._job.source.label)
+        source = self._job.source
+        large = source.path.stat().st_size > _LARGE if source.path.exists() else False
+        return Segment(self._directory, 0 if large else self._job.memory_events, source.label)
 
     def _write(self) -> None:
         """Write the segment: rows for all its events, then the events in order of time."""

@@ -40,11 +40,9 @@ class Segment:
         self.store = Store(directory, memory_events)
         self.arrows = Arrows(label)
         self.leaving, self.arriving = array("Q"), array("Q")
-        self._starts: list[Ints] = []
-        self._ends: list[Ints] = []
-        self._threads: list[NDArray[np.int32]] = []
-        self._phases: list[NDArray[np.uint8]] = []
-        self._tracks: dict[int, Ints] = {}  # by piece
+        # Columns grow in place: pieces to be joined at the end would take their memory twice.
+        self._starts, self._ends, self._threads, self._phases = bytearray(), bytearray(), bytearray(), bytearray()
+        self._tracks: list[tuple[int, Ints]] = []  # with the number of the first event
 
     def __len__(self) -> int:
         return len(self.store)
@@ -60,29 +58,35 @@ class Segment:
         track: Ints | None,
     ) -> None:
         """Take encoded events with the size of each, and their columns."""
-        self.store.add(encoded, sizes)
         if track is not None:
-            self._tracks[len(self._starts)] = track
-        self._starts.append(start)
-        self._ends.append(end)
-        self._threads.append(thread)
-        self._phases.append(phase)
+            self._tracks.append((len(self), track))
+        self.store.add(encoded, sizes)
+        self._starts += start.tobytes()
+        self._ends += end.tobytes()
+        self._threads += thread.tobytes()
+        self._phases += phase.tobytes()
 
     def freeze(self) -> None:
-        """Call once when all events are in; one column after the other is joined, so that memory holds one twice."""
+        """Call once when all events are in."""
         self.store.freeze()
+        self.start = np.frombuffer(self._starts, dtype=np.int64)
+        self.end = np.frombuffer(self._ends, dtype=np.int64)
+        self.thread = np.frombuffer(self._threads, dtype=np.int32)
+        self.phase = np.frombuffer(self._phases, dtype=np.uint8)
         self.track = None
         if self._tracks:
-            pieces = [self._tracks.get(n, np.zeros(len(one), np.int64)) for n, one in enumerate(self._starts)]
-            self.track = np.concatenate(pieces)
-        self._tracks = {}
-        self.start, self._starts = np.concatenate(self._starts), []
-        self.end, self._ends = np.concatenate(self._ends), []
-        self.thread, self._threads = np.concatenate(self._threads), []
-        self.phase, self._phases = np.concatenate(self._phases), []
+            self.track = np.zeros(len(self), dtype=np.int64)
+            for first, track in self._tracks:
+                self.track[first : first + len(track)] = track
+            self._tracks = []
 
     def order(self) -> Ints:
         """Return the event numbers in order of time: an enclosing span before what it encloses, then in file order."""
-        span = self.phase == SPAN
-        order: Ints = np.lexsort((-(self.end * 2 + span), self.start))
+        order: Ints = np.argsort(self.start, kind="stable")
+        same = np.diff(self.start[order]) == 0
+        if same.any():
+            tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
+            some = order[tied]
+            longest = -(self.end[some] * 2 + (self.phase[some] == SPAN))
+            order[tied] = some[np.lexsort((longest, self.start[some]))]
         return order

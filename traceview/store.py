@@ -37,7 +37,7 @@ class Store:
         self._held: list[bytes] = []
         self._whole: bytes | None = None
         self._fd = -1
-        self._sizes: list[NDArray[np.int32]] = []
+        self._sizes = bytearray()
         self._offsets: Ints = np.zeros(1, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class Store:
         """Take events, one behind the other, with the size of each."""
         self._count += len(sizes)
         self._held.append(encoded)
-        self._sizes.append(sizes)
+        self._sizes += sizes.tobytes()
         if self._count > self._limit:
             self._spill()
 
@@ -57,8 +57,8 @@ class Store:
             self._whole = b"".join(self._held)
             self._held = []
         self._offsets = np.zeros(self._count + 1, dtype=np.int64)
-        np.cumsum(np.concatenate(self._sizes) if self._sizes else [], out=self._offsets[1:])
-        self._sizes = []
+        np.cumsum(np.frombuffer(self._sizes, dtype=np.int32), out=self._offsets[1:])
+        self._sizes = bytearray()
 
     def get(self, numbers: Ints, before: int = 0, after: int = 0) -> list[bytes]:
         """Return the events with these numbers, without so many bytes before and after each."""
@@ -75,7 +75,6 @@ class Store:
     def close(self) -> None:
         """Release memory and file."""
         self._held, self._whole = [], None
-        self._sizes = []
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
