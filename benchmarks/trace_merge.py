@@ -1,10 +1,13 @@
 """Merging traces: ours beside AReaL's converter, VizTracer's combine and a bare msgspec loop, on one generated run.
 
     python benchmarks/trace_merge.py --events 1000000 --json        # every tool that is here
-    python benchmarks/trace_merge.py --tools zbus,msgspec-stream --mem-gb 10
+    python benchmarks/trace_merge.py --tools zbus,msgspec-stream --events 10000000 --mem-gb 10 --rounds 3
 
-Each tool runs in a fresh process; peak memory is its high-water mark plus that of its children. ``msgspec-stream``
-decodes, shifts and encodes line by line, unsorted, without lanes and arrows: what any tool in Python pays at least.
+Each tool runs in a fresh process, one after the other in each of ``--rounds``; times are the best of the rounds, and
+``x_msgspec_*`` the median of the ratios to ``msgspec-stream`` in the same round. Peak memory is the sum of the
+high-water marks of all processes of a tool, read while they run: an upper bound of what they held at once.
+``msgspec-stream`` decodes, shifts and encodes line by line, unsorted, without lanes and arrows: what any tool in Python
+pays at least.
 AReaL is not a package here: AREAL_CHECKOUT names a checkout or its unpacked wheel.
 """
 
@@ -16,6 +19,7 @@ import json
 import os
 import random
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -185,7 +189,7 @@ def areal(source: Path, output: Path) -> None:
 def one(tool: str, source: Path, output: Path) -> None:
     """Run one tool in this process and print what it took."""
     for path in files(source):  # all start with a warm page cache
-        path.read_bytes()
+        count_lines(path)
     clocks: dict[str, Any] = {}
     wall, cpu = time.perf_counter(), time.process_time()
     if tool == "msgspec-stream":
@@ -198,9 +202,7 @@ def one(tool: str, source: Path, output: Path) -> None:
         {"viztracer": viztracer, "areal": areal}[tool](source, output)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    peak = next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
     facts = {"wall_s": round(wall, 3), "cpu_s": round(cpu + children.ru_utime + children.ru_stime, 3)}
-    facts |= {"peak_mb": peak // 1024, "child_mb": children.ru_maxrss // 1024}
     print(json.dumps({**facts, **clocks, "out_mb": round(output.stat().st_size / 1e6, 1)}))
 
 
@@ -222,48 +224,107 @@ def main() -> None:
     parser.add_argument("--skew-ms", type=float, default=50.0)
     parser.add_argument("--drift-ppm", type=float, default=0.0)
     parser.add_argument("--asymmetry", type=float, default=0.0, help="request slower than reply by this part")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--run", type=Path, help="directory of the run: made there if it is not, and kept")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--one", nargs=3, metavar=("TOOL", "SOURCE", "OUTPUT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
+        if options.mem_gb:
+            size = int(options.mem_gb * 2**30)
+            resource.setrlimit(resource.RLIMIT_AS, (size, size))
         one(options.one[0], Path(options.one[1]), Path(options.one[2]))
         return
-    with tempfile.TemporaryDirectory(prefix="trace-merge-") as directory:
-        source = Path(directory) / "run"
+    with tempfile.TemporaryDirectory(
+        prefix="trace-merge-", dir=options.run and options.run.absolute().parent
+    ) as directory:
+        source = options.run or Path(directory) / "run"
         clocks = {"skew_ms": options.skew_ms, "drift_ppm": options.drift_ppm, "asymmetry": options.asymmetry}
-        made = generate(source, options.events, **clocks)
+        if not source.is_dir():
+            generate(source, options.events, **clocks)
+        events = sum(count_lines(path) for path in files(source)) - 2 * len(files(source))
+        size = sum(path.stat().st_size for path in files(source))
         if not options.json:
-            print(f"{made['events']} events, {made['bytes'] / 1e6:.0f} MB, 24 files")
-        for tool in options.tools.split(","):
-            row: dict[str, Any] = {"bench": "trace_merge", "tool": tool, "events": made["events"]}
-            reason = missing(tool)
-            if reason:
-                row["skipped"] = reason
-            else:
-                row |= run(tool, source, Path(directory) / "out.json", options.mem_gb)
-                if "wall_s" in row:
-                    row["events_per_s"] = round(made["events"] / row["wall_s"])
-                    row["events_per_cpu_s"] = round(made["events"] / row["cpu_s"])
-            print(
-                json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items() if k != "bench"),
-                flush=True,
-            )
+            print(f"{events} events, {size / 1e6:.0f} MB, {len(files(source))} files", flush=True)
+        for row in compare(
+            options.tools.split(","), source, Path(directory) / "out.json", options.mem_gb, options.rounds
+        ):
+            row["events"] = events
+            for key in ("wall_s", "cpu_s"):
+                if key in row:
+                    row["events_per_s" if key == "wall_s" else "events_per_cpu_s"] = round(events / row[key])
+            print(json.dumps(row) if options.json else "  ".join(f"{k} {v}" for k, v in row.items() if k != "bench"))
+
+
+def count_lines(path: Path) -> int:
+    """Return how many lines a file has."""
+    with path.open("rb") as file:
+        return sum(data.count(b"\n") for data in iter(lambda: file.read(1 << 20), b""))
+
+
+def compare(tools: list[str], source: Path, output: Path, mem_gb: float, rounds: int) -> list[dict[str, Any]]:
+    """Run all tools in turn, several times; return for each the best of its rounds, and its ratios."""
+    found: dict[str, list[dict[str, Any]]] = {tool: [] for tool in tools if not missing(tool)}
+    for _ in range(rounds):
+        for tool, runs in found.items():
+            if not runs or "error" not in runs[-1]:  # what failed once would fail again
+                runs.append(run(tool, source, output, mem_gb))
+    rows = []
+    for tool in tools:
+        row: dict[str, Any] = {"bench": "trace_merge", "tool": tool}
+        runs = found.get(tool, [])
+        good = [one for one in runs if "error" not in one]
+        if not runs:
+            row["skipped"] = missing(tool)
+        elif not good:
+            row |= runs[0]
+        else:
+            row |= {key: min(one[key] for one in good) for key in ("wall_s", "cpu_s")}
+            row |= {key: max(one[key] for one in good) for key in ("peak_mb", "processes", "out_mb")}
+            row |= {key: good[-1][key] for key in ("clock_bound_us", "backwards") if key in good[-1]}
+            floor = [one for one in found.get("msgspec-stream", []) if "error" not in one]
+            pairs = list(zip(floor, good, strict=False))
+            for key in ("wall_s", "cpu_s"):
+                if pairs:
+                    row[f"x_msgspec_{key[:-2]}"] = round(statistics.median(a[key] / b[key] for a, b in pairs), 3)
+        rows.append(row)
+    return rows
 
 
 def run(tool: str, source: Path, output: Path, mem_gb: float) -> dict[str, Any]:
-    """Run one tool in a fresh process."""
+    """Run one tool in a fresh process, and look at the memory of all its processes."""
+    command = [sys.executable, __file__, "--mem-gb", str(mem_gb), "--one", tool, str(source), str(output)]
+    peaks: dict[int, int] = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            for pid in (process.pid, *children_of(process.pid)):
+                peaks[pid] = max(peaks.get(pid, 0), high_water_mb(pid))
+            time.sleep(0.02)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        out, errors = process.stdout.read(), process.stderr.read()
+    if process.returncode:
+        last = (errors.strip().splitlines() or [f"ended with {process.returncode}"])[-1][:200]
+        return {"error": last, "peak_mb": sum(peaks.values())}
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return {**found, "peak_mb": sum(peaks.values()), "processes": len(peaks)}
 
-    def limit() -> None:
-        if mem_gb:
-            size = int(mem_gb * 2**30)
-            resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
-    command = [sys.executable, __file__, "--one", tool, str(source), str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, check=False)
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["?"])[-1][:200]}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def children_of(pid: int) -> list[int]:
+    """Return the pids of a process's children; none if it is gone."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def high_water_mb(pid: int) -> int:
+    """Return the most memory that a process held so far; 0 if it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) // 1024 for line in lines if "VmHWM" in line), 0)
 
 
 if __name__ == "__main__":

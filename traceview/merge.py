@@ -33,7 +33,7 @@ _DOUBTFUL: Final = {"wall": "clock not measured", "none": "clock unknown"}
 _MANY_BYTES: Final = 8 << 20
 _BIG_EVENTS: Final = 1_000_000
 _MOST_WORKERS: Final = 2
-"""Processes unless more are asked for: together with this one they stay below 256 MB, whatever the size of the input."""
+"""Processes unless more are asked for: with this one they stay below 256 MB in all, whatever the size of the input."""
 
 
 @dataclass(slots=True)
