@@ -259,22 +259,29 @@ class Callee(CalleeSessions):
 
     def validate(self) -> None:
         """Raise AssertionError when an invariant of this machine is broken; for tests and simulation."""
-        assert self._kept_bytes == sum(kept.nbytes for kept in self._kept.values()), self._kept_bytes
+        assert self._kept_bytes == sum([kept.nbytes for kept in self._kept.values()]), self._kept_bytes
         assert self._kept_bytes <= self._keep_bytes, self._kept_bytes
         for session in self._sessions.values():
             for lane in session.lanes.values():
-                states = [run.state for run in lane.runs.values()]
-                poised = states.count(RunState.POISED)
-                assert poised == (lane.poised is not None), lane.name
-                assert lane.running == states.count(RunState.RUNNING) + poised, lane.name
-                assert lane.running <= lane.concurrency, lane.name
-                assert len(lane.queue) == states.count(RunState.QUEUED), lane.name
-                assert len(lane.runs) <= 2 * self.window + lane.concurrency, lane.name
+                poised = running = queued = 0
+                following = lane.arrival_next
                 for run in lane.runs.values():
-                    if run.state is RunState.HELD:
-                        assert run.seq > lane.arrival_next, (run.seq, lane.arrival_next)
-                    else:
-                        assert run.seq < lane.arrival_next, (run.seq, lane.arrival_next)
+                    state = run.state
+                    if state is RunState.HELD:
+                        assert run.seq > following, (run.seq, following)
+                        continue
+                    assert run.seq < following, (run.seq, following)
+                    if state is _RUNNING:
+                        running += 1
+                    elif state is RunState.QUEUED:
+                        queued += 1
+                    elif state is RunState.POISED:
+                        poised += 1
+                assert poised == (lane.poised is not None), lane.name
+                assert lane.running == running + poised, lane.name
+                assert lane.running <= lane.concurrency, lane.name
+                assert len(lane.queue) == queued, lane.name
+                assert len(lane.runs) <= 2 * self.window + lane.concurrency, lane.name
 
     # -- inside --------------------------------------------------------------------------------------------------
 

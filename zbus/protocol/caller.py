@@ -255,16 +255,24 @@ class CallerLane(LaneAnswers):
 
     def validate(self) -> None:
         """Raise AssertionError when an invariant of this machine is broken; for tests and simulation."""
-        seqs = [request.seq for request in self._order]
-        assert seqs == sorted(seqs), seqs
-        assert set(seqs) == set(self._requests), (seqs, sorted(self._requests))
-        assert not seqs or self._floor <= seqs[0], (self._floor, seqs)
+        order, requests, waiting = self._order, self._requests, iter(self._waiting)
+        assert len(order) == len(requests), (len(order), sorted(requests))
+        assert not order or self._floor <= order[0].seq, (self._floor, order[0].seq)
         assert self._floor <= self._next_seq, (self._floor, self._next_seq)
-        waiting = [request.seq for request in self._waiting]
-        assert waiting == [r.seq for r in self._order if r.state is RequestState.WAITING], waiting
-        out = [r for r in self._order if r.state in (RequestState.SENT, RequestState.RECEIVED)]
-        assert all(r.seq < self._floor + self.window_calls for r in out), (self._floor, [r.seq for r in out])
-        assert self._bytes_out == sum(r.nbytes for r in out), self._bytes_out
+        last, out, limit = -1, 0, self._floor + self.window_calls
+        for request in order:
+            seq = request.seq
+            assert seq > last, (seq, last)
+            assert requests.get(seq) is request, seq
+            last = seq
+            if request.state is RequestState.WAITING:
+                assert next(waiting, None) is request, seq
+            else:
+                assert request.state is not RequestState.DONE, seq
+                assert seq < limit, (self._floor, seq)
+                out += request.nbytes
+        assert next(waiting, None) is None
+        assert self._bytes_out == out, (self._bytes_out, out)
 
     # -- inside --------------------------------------------------------------------------------------------------
 

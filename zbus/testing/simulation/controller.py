@@ -184,7 +184,12 @@ class SimPeer:
 
     def refresh(self) -> None:
         """Recompute the state from the links."""
-        state = max((link.machine.state for link in self.links.values()), key=_RANK.__getitem__)
+        links = self.links
+        if len(links) == 1:
+            (link,) = links.values()
+            state = link.machine.state
+        else:
+            state = max((link.machine.state for link in links.values()), key=_RANK.__getitem__)
         if state is LinkState.READY or state is LinkState.DEAD:
             self.lost = False
         elif self.lost:

@@ -21,7 +21,7 @@ from zbus.testing.simulation.controller import SimController, SimLink
 from zbus.testing.simulation.knobs import MS, Knobs, draw
 from zbus.testing.simulation.ledger import Ledger, broken
 from zbus.testing.simulation.network import Network
-from zbus.testing.simulation.rough import NOT_BOUNDED, draw_rough
+from zbus.testing.simulation.rough import NOT_BOUNDED, draw_rough, is_rough
 from zbus.testing.simulation.trace_knobs import draw_tracing
 from zbus.testing.simulation.tracing import Tracing
 from zbus.testing.simulation.worker import LANES, SimWorker
@@ -51,7 +51,7 @@ _TRACING: Final = 0x7ACED
 """Salt of the generator of what tracing is like."""
 
 _ROUGH: Final = 0xB9DCF761
-"""Salt of the generator of ``rough``; chosen as the first."""
+"""Salt of the generator of ``rough``."""
 
 _LATEST: Final = 0x51B1E5
 """Salt of the generator of what was added after that."""
@@ -95,12 +95,15 @@ class World:
         self.random = self.rng.random
         later = Random(seed ^ _LATER)  # noqa: S311  # as above
         self.later = later.random
-        self.rough = Random(seed ^ _ROUGH)  # noqa: S311  # as above
+        rough = is_rough(seed, size)
+        self.rough = Random(seed ^ _ROUGH) if rough else self.rng  # noqa: S311  # as above; not asked where none is
         latest = Random(seed ^ _LATEST)  # noqa: S311  # as above
         self.latest = latest.random
         if knobs is None:
             traced = draw_tracing(Random(seed ^ _TRACING), size)  # noqa: S311  # as above
-            knobs = draw(self.rng, later, latest, size, tracing=traced, rough=draw_rough(self.rough, size))
+            knobs = draw(
+                self.rng, later, latest, size, tracing=traced, rough=draw_rough(self.rough, size) if rough else None
+            )
         self.knobs = knobs
         self.covered = covered
         self.story = story
