@@ -33,6 +33,8 @@ from zbus.testing.chaos.subject import GEN_CONCURRENCY
 from zbus.testing.chaos.traces import TraceFindings, check_traces
 from zbus.testing.chaos.truth import runs_of
 from zbus.testing.proxy import FaultProxy, between, quick
+from zbus.transport.multipart import COPY_LIMIT, send
+from zbus.transport.sockets import SocketFactory
 
 __all__ = ["Report", "run_soak"]
 
@@ -265,9 +267,23 @@ def _warm_up(root: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     with FaultProxy() as proxy, between(proxy), Controller.launch("soak", {_ROLE: role}, root=root) as bus:
         bus.group(_ROLE).once.submit("w", 0.0, bytes(1 << 20)).result(30.0)
+    _send_uncopied()
     done = threading.Event()
     shared().call(done.set)
     done.wait(10.0)
+
+
+def _send_uncopied() -> None:
+    """Send a frame without a copy: from the first one on pyzmq has a thread for what was sent so."""
+    factory = SocketFactory(max_sockets=8)
+    router, dealer = factory.router("main"), factory.dealer("main")
+    factory.connect(dealer, factory.bind(router, "tcp://127.0.0.1:0"))
+    until = time.monotonic() + _GONE_S
+    while not send(dealer, [bytes(COPY_LIMIT)]) and time.monotonic() < until:
+        time.sleep(0.01)
+    dealer.close()
+    router.close()
+    factory.close()
 
 
 # -- what is left behind ---------------------------------------------------------------------------------------------
