@@ -32,6 +32,7 @@ __all__ = [
     "encode_events",
     "encode_lines",
     "exact_float",
+    "has_long_number",
 ]
 
 NO_ARGS: Final = msgspec.Raw(b"")
@@ -89,6 +90,14 @@ encode_lines = msgspec.json.Encoder().encode_lines
 """Encode events as lines, each with its newline."""
 
 _decode_any = msgspec.json.Decoder().decode
+
+
+_DIGITS: Final = bytes(0x30 if 0x30 <= byte <= 0x39 else 0x20 for byte in range(256))
+
+
+def has_long_number(data: bytes) -> bool:
+    """Return whether a number of 20 digits or more stands here; viewers read those beyond 64 bits as 0."""
+    return data.translate(_DIGITS).find(b"0" * 20) >= 0
 
 
 def encode_args(args: Any) -> msgspec.Raw:

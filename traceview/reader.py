@@ -29,6 +29,7 @@ from traceview.event import (
     decode_lines,
     encode_args,
     exact_float,
+    has_long_number,
 )
 from traceview.problems import InputError, Problems
 
@@ -412,6 +413,8 @@ def _first_only(piece: bytes, blocks: Blocks, skip: int) -> tuple[list[bytes], i
 
 def _quick(piece: bytes) -> tuple[list[Event], set[str]] | None:
     """Return the events of a piece without any fault, and their phases; or None: then each line needs a closer look."""
+    if has_long_number(piece):
+        return None
     try:
         events = decode_lines(piece)
         if not piece.isascii():
@@ -436,6 +439,8 @@ _FAST_PHASES: Final = frozenset("XMCiIBEbenstf")
 
 def _fast(line: bytes) -> Event | None:
     """Return the event of a good line, or None: then it needs a closer look."""
+    if has_long_number(line):
+        return None
     try:
         event = decode_event(line)
         if not line.isascii():

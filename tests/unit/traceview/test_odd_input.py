@@ -83,9 +83,12 @@ def test_nan_in_args_is_null_and_in_ts_drops_the_event(tmp_path):
 
 
 def test_a_huge_integer_is_kept_as_text(tmp_path):
-    """An integer that no 64-bit reader takes is kept as text when its line needs repair (row 8)."""
-    line = b'{"name":"a","ph":"i","ts":"1","args":{"x":%d}}\n' % (1 << 80)
-    assert args_of(read(tmp_path, line)[0][0]) == {"x": str(1 << 80)}
+    """An integer that no 64-bit reader takes is kept as text; one that fits stays a number (row 8)."""
+    text = b'{"name":"a","ph":"i","ts":1,"args":{"x":%d,"y":%d,"z":%d,"s":"%d"}}'
+    line = text % (1 << 80, -(1 << 70), (1 << 64) - 1, 1 << 80)
+    kept = {"x": str(1 << 80), "y": str(-(1 << 70)), "z": (1 << 64) - 1, "s": str(1 << 80)}
+    assert args_of(read(tmp_path, line + b"\n" + GOOD)[0][0]) == kept
+    assert args_of(read(tmp_path, b'{"traceEvents":[%b]}' % line, "a.json")[0][0]) == kept
 
 
 @pytest.mark.parametrize(
