@@ -41,7 +41,17 @@ from zbus.trace.span import (
 from zbus.trace.tracer import Level, Tracer, get_tracer, set_tracer, use_tracer
 
 if TYPE_CHECKING:
-    from zbus.trace.control import config_perf_tracer, configure, mark_step, reset, save_perf_tracer, shutdown, tracers
+    from zbus.trace.control import (
+        config_perf_tracer,
+        configure,
+        is_configured,
+        mark_step,
+        reset,
+        save,
+        save_perf_tracer,
+        shutdown,
+        tracers,
+    )
 
 __all__ = [
     "Level",
@@ -58,10 +68,12 @@ __all__ = [
     "get_task_id",
     "get_tracer",
     "instant",
+    "is_configured",
     "mark_step",
     "register_session",
     "register_task",
     "reset",
+    "save",
     "save_perf_tracer",
     "session_context",
     "set_session_id",
@@ -80,7 +92,17 @@ __all__ = [
 ]
 
 _CONTROL = frozenset(
-    {"config_perf_tracer", "configure", "mark_step", "reset", "save_perf_tracer", "shutdown", "tracers"}
+    {
+        "config_perf_tracer",
+        "configure",
+        "is_configured",
+        "mark_step",
+        "reset",
+        "save",
+        "save_perf_tracer",
+        "shutdown",
+        "tracers",
+    }
 )
 
 

@@ -30,9 +30,11 @@ from zbus.trace.writer import LOOK_S, Outlet, TraceWriter
 __all__ = [
     "config_perf_tracer",
     "configure",
+    "is_configured",
     "mark_step",
     "note_clock",
     "reset",
+    "save",
     "save_perf_tracer",
     "shutdown",
     "tracers",
@@ -133,6 +135,15 @@ def save_perf_tracer(step: int | None = None, force: bool = False) -> None:  # n
     for writer in due:
         writer.flush()
         _flush_sessions(writer)
+
+
+save = save_perf_tracer
+"""The founding spelling in a program of one's own."""
+
+
+def is_configured() -> bool:
+    """Return whether this process has a tracer."""
+    return bool(_writers)
 
 
 def mark_step(step: int) -> None:

@@ -136,13 +136,31 @@ def span(name: str, /, category: str = "misc", **args: Any) -> Span:
     return made
 
 
-def instant(name: str, /, category: str = "misc", *, scope: str = "t", **args: Any) -> None:
-    """Record a moment; ``scope`` is ``t`` (thread), ``p`` (process) or ``g`` (whole trace)."""
+def instant(
+    name: str,
+    /,
+    category: str | None = "misc",
+    args: Any = None,
+    *,
+    scope: str = "t",
+    **more: Any,
+) -> None:
+    """Record a moment; ``scope`` is ``t`` (thread), ``p`` (process) or ``g`` (whole trace).
+
+    Args:
+        name: What happened.
+        category: As of ``span``.
+        args: Shown with it, as a mapping: the founding spelling.
+        scope: Where it is shown.
+        **more: Shown with it.
+    """
     tracer = get_tracer()
     if tracer.on:
         at = tracer.now()
-        freeze_in_place(args)
-        tracer.append((INSTANT, name, category, at, scope, args, current_task_name()))
+        if args is not None:
+            more.update(args if isinstance(args, Mapping) else {"args": args})
+        freeze_in_place(more)
+        tracer.append((INSTANT, name, category or "misc", at, scope, more, current_task_name()))
 
 
 def counter(name: str, /, value: float | None = None, **series: float) -> None:

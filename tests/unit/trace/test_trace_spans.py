@@ -433,6 +433,27 @@ def test_the_founding_spellings_record_the_same(tracer):
     function()
     assert [r[1:3] for r in records(tracer)] == [("a", "compute"), ("b", "io"), ("c", "comm")]
     assert [r[5] for r in records(tracer)] == [{"x": 1}, {"y": 2}, {}]
+    trace.instant("d", "io", {"z": 3}, w=4)
+    trace.instant("e", category=None, args={"z": 5})
+    assert [(r[1], r[2], r[5]) for r in records(tracer)[3:]] == [("d", "io", {"z": 3, "w": 4}), ("e", "misc", {"z": 5})]
+
+
+def test_the_founding_spellings_of_control(tmp_path):
+    """``is_configured``, ``save`` and ``reset`` do what they did."""
+    assert not trace.is_configured()
+    trace.save()
+    trace.configure({"root": str(tmp_path), "flush_period_s": 10, "save_interval": 2}, role="actor", rank=0)
+    try:
+        assert trace.is_configured()
+        trace.instant("x")
+        path = tmp_path / "actor" / "traces_0.jsonl"
+        trace.save(step=0)
+        assert '"x"' not in path.read_text()
+        trace.save(step=0, force=True)
+        assert '"x"' in path.read_text()
+    finally:
+        trace.reset()
+    assert not trace.is_configured()
 
 
 def test_importing_the_span_api_loads_nothing_heavy():
