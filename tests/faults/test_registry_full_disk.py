@@ -38,8 +38,7 @@ def read_only(disk: Path) -> Iterator[None]:
 
 
 FAULTS = {
-    "bytes": ("size=2m,nr_inodes=2000", filled, "No space left on device"),
-    "inodes": ("size=64m,nr_inodes=200", filled, "No space left on device"),
+    "full": ("size=2m,nr_inodes=2000", filled, "No space left on device"),
     "read-only": ("size=64m", read_only, "Read-only file system"),
 }
 

@@ -71,8 +71,6 @@ def main(root: Path) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s %(message)s")
     for_workers = json.loads(os.environ.pop("ZT_CLOCK_OF_WORKERS", "{}"))
     prefix = json.loads(os.environ.pop("ZT_WORKER_PREFIX", "[]"))
-    if os.environ.pop("ZT_CLOCK_FOR_ME_ALONE", ""):
-        del os.environ["LD_PRELOAD"]
     config = Config()
     config = structs.replace(
         config,
