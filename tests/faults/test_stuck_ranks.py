@@ -147,6 +147,14 @@ def test_a_stopped_rank_is_told_as_stopped_and_not_killed(settled: Controller) -
     assert "its process is stopped" in caught.value.facts["at"]
 
 
+def test_a_dump_leaves_errno_as_it_was(settled: Controller) -> None:
+    """Whoever is between a system call and its ``errno`` does not notice; libzmq aborts the process if it does."""
+    rank = settled.group("actor")[1]
+    before = (settled.trial.path / "stacks" / "actor.1.0.txt").stat().st_size
+    assert [rank.errno_after_a_dump(number) for number in (11, 4, 110)] == [11, 4, 110]
+    assert (settled.trial.path / "stacks" / "actor.1.0.txt").stat().st_size > before
+
+
 def test_ranks_of_another_host_are_asked_through_their_agent(settled: Controller) -> None:
     """What cannot be signalled from here is dumped by its agent, over ``ctl``, and read from the trial directory."""
     members = settled._members

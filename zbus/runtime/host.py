@@ -461,12 +461,15 @@ class _Host:
         """SIGUSR2 appends a stack to ``stacks/<role>.<rank>.<start>.txt`` from a C handler: no GIL needed.
 
         Only of the thread that gets the signal, the main thread as a rule: the stacks of threads that run meanwhile
-        change under the handler's eyes, and reading them has killed workers.
+        change under the handler's eyes, and reading them has killed workers. The handler is chained to an ignored
+        signal, because only then does it put ``errno`` back: libzmq asserts what it finds there after a system call,
+        and a dump in between ended the process.
         """
         path = self.config.trial_dir / "stacks" / f"{self.config.role}.{self.config.rank}.{self.config.start}.txt"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._stacks = path.open("a", encoding="utf-8")
-        faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=False)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=False, chain=True)
         faulthandler.enable(file=sys.stderr, all_threads=True)
 
     def _threads_text(self) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
+import signal
 import threading
 import time
 
@@ -40,6 +42,14 @@ class Stuck(zbus.Engine):
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure")
     def count(self) -> int:
         return self.ran
+
+    @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure")
+    def errno_after_a_dump(self, before: int) -> int:
+        """Return what a system call's caller finds in ``errno`` if stacks are dumped before it looks."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        ctypes.set_errno(before)
+        getattr(libc, "raise")(signal.SIGUSR2)
+        return ctypes.get_errno()
 
     @zbus.endpoint(AnyOne(), lane="gen", concurrency=4)
     async def doze(self, seconds: float) -> int:
