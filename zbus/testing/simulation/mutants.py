@@ -30,7 +30,7 @@ from zbus.testing.simulation.runner import Failure, Report, run_seeds
 __all__ = ["MUTANTS", "Mutant", "Patch", "Verdict", "applied", "run_mutant", "run_mutants"]
 
 LIMIT: Final = 20_000
-"""Small seeds played against a mutant before it counts as alive; a twentieth of it in large ones follows."""
+"""Small seeds played against a mutant before it counts as alive, and a twentieth as many large ones."""
 
 
 _INHERITED: Final = object()
@@ -123,14 +123,19 @@ def run_mutant(name: str, *, limit: int = LIMIT) -> Verdict:
         if "I12" in found.rules:
             report = run_seeds(range(limit // 4), "trace")
             return _verdict(found, report, report.runs)
-        report = run_seeds(range(0 if found.registry else limit))
-        runs = report.runs
-        if not report.failures and not found.registry:
-            report = run_seeds(range(limit // 20), "large")
+        runs = 0
+        deep = limit // 20
+        stages = [
+            (range(500), "small"),
+            (range(400), "large"),
+            (range(500, limit), "small"),
+            (range(400, deep), "large"),
+        ]
+        for seeds, size in [*([] if found.registry else stages), (range(limit // 50), "registry")]:
+            report = run_seeds(seeds, size)
             runs += report.runs
-        if not report.failures:
-            report = run_seeds(range(limit // 50), "registry")
-            runs += report.runs
+            if report.failures:
+                break
         return _verdict(found, report, runs)
 
 
@@ -648,7 +653,7 @@ def a_reply_without_room_is_run_again(patch: Patch) -> None:
         original(self, header, buffers, session, lane, now, effects)
 
 
-@mutant("I4")
+@mutant("I4", "P8")
 def the_shelf_hands_out_another_reply(patch: Patch) -> None:
     """A reply from the shelf is that of another call."""
 

@@ -44,7 +44,7 @@ def draw_rough(rng: Random, size: str) -> dict[str, Any]:
         "clock_jumps": 1 + int(r() * more) if r() < 0.25 else 0,
         "moves": r() if r() < 0.4 else 0.0,
         "crash_marks": 1 if r() < 0.25 else 0,
-        "lies": r() * 0.5 if r() < 0.2 else 0.0,
+        "lies": r() * 0.5 if r() < 0.35 else 0.0,
         "keep_bytes": int(45 + r() * 90) if r() < 0.5 else NOT_BOUNDED,
         "shelf_room": r() if r() < 0.7 else 0.0,
     }
