@@ -189,6 +189,13 @@ def validate(context: click.Context, /, inputs: tuple[str, ...], **options: Any)
 @sources
 @click.option("-o", "--output", type=click.Path(), required=True, help="File, or directory for jsonl.")
 @click.option("--to", type=click.Choice(["chrome", "perfetto", "jsonl", "otlp"]), help="[default: by the name of -o]")
+@click.option(
+    "--unit",
+    type=click.Choice(["ns", "us", "ms", "s"]),
+    default="us",
+    show_default=True,
+    help="In which the input counts, if its writer kept to no format; only with --to jsonl.",
+)
 @output_options
 @click.pass_context
 def convert(context: click.Context, /, inputs: tuple[str, ...], **options: Any) -> None:
@@ -203,7 +210,7 @@ def convert(context: click.Context, /, inputs: tuple[str, ...], **options: Any) 
     with errors(as_json=as_json):
         output = Path(options["output"])
         form = converting.form_of(output, options["to"])
-        report = converting.convert(inputs, output, form, on_warning=None if quiet else warn)
+        report = converting.convert(inputs, output, form, unit=options["unit"], on_warning=None if quiet else warn)
     if as_json:
         print_json({**report.to_dict(), "schema": "zbus.traceview.convert/1"})
     else:

@@ -18,6 +18,7 @@ from traceview.merge import MergeReport, merge
 from traceview.output import OutputFile
 from traceview.problems import InputError, OutputError, Problems, Warned
 from traceview.reader import Source, read_batches
+from traceview.units import UNITS
 
 __all__ = ["FORMS", "convert", "form_of"]
 
@@ -51,6 +52,7 @@ def convert(
     output: Path,
     form: str,
     *,
+    unit: str = "us",
     on_warning: Callable[[Warned], None] | None = None,
 ) -> MergeReport:
     """Convert traces of any kind that ``merge`` reads.
@@ -59,12 +61,16 @@ def convert(
         inputs: Files, directories or globs.
         output: A file; for ``jsonl`` a directory that gets ``{role}/traces_{rank}.jsonl``.
         form: One of ``FORMS``.
+        unit: In which the input counts, a key of ``units.UNITS``; only for ``jsonl``.
         on_warning: Told of problems.
 
     Raises:
-        InputError: No input.
+        InputError: No input, or a unit with another form.
         OutputError: The output cannot be written, or the directory already has such files.
     """
+    if unit != "us" and form != "jsonl":
+        msg = f"times in {unit} are put right in JSON lines only, not in {form}"
+        raise InputError(msg, hint="write a directory first: -o DIR --to jsonl; then convert or merge that")
     if form in ("chrome", "perfetto"):
         return merge(inputs, output, form=form, all_runs=True, on_warning=on_warning)
     directory = output if form == "jsonl" else output.parent
@@ -74,7 +80,7 @@ def convert(
             path = Path(temporary) / "merged.json"
             report = merge(inputs, path, form="chrome", all_runs=True, on_warning=on_warning)
             if form == "jsonl":
-                _write_lines(path, output)
+                _write_lines(path, output, UNITS[unit])
             else:
                 _write_otlp(path, output, _wall_epoch(inputs))
     except OSError as error:
@@ -113,7 +119,7 @@ def _events(path: Path) -> Iterator[tuple[Event, dict[int, _Who]]]:
             yield event, who
 
 
-def _write_lines(path: Path, output: Path) -> None:
+def _write_lines(path: Path, output: Path, scale: float) -> None:
     files: dict[int, Any] = {}
     made: dict[str, int] = {}
     try:
@@ -122,6 +128,8 @@ def _write_lines(path: Path, output: Path) -> None:
             if file is None:
                 one = who.get(event.pid, _Who())
                 file = files[event.pid] = _new_file(output, one, made)
+            if scale != 1.0:
+                event.ts, event.dur = (None if time is None else time * scale for time in (event.ts, event.dur))
             file.write(encode_event(event) + b"\n")
     finally:
         for file in files.values():

@@ -35,6 +35,7 @@ CODES: Final = {
     "ZT0118": "blocks of records are missing: nobody counted what was in them",
     "ZT0119": "a sidecar did not end in order: what it left in its spool was read",
     "ZT0120": "there are more processes, threads or overlapping spans than a viewer can show as rows",
+    "ZT0121": "the times of a rank look like another unit",
 }
 """Every code of traceview with its meaning."""
 

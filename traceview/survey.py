@@ -21,6 +21,7 @@ from traceview.pairs import ANSWERED
 from traceview.problems import Problems
 from traceview.reader import Blocks, read_batches
 from traceview.steps import StepFinder, Steps
+from traceview.units import doubtful_units
 
 __all__ = ["MAX_SPANS", "Call", "Rank", "Spans", "Survey", "survey"]
 
@@ -182,6 +183,7 @@ def survey(
         for rank in found.ranks.values():  # a merged file: how well its clocks were matched was told then
             rank.clock, rank.clock_bound_us = "merged", None
     _tell_backwards(found, problems)
+    _tell_units(found, problems)
     controller = finders[True].steps()
     found.steps = controller if controller.windows else finders[False].steps()
     return found
@@ -202,6 +204,16 @@ def _tell_backwards(found: Survey, problems: Problems) -> None:
     for (caller, worker), by in wrong.items():
         text = f"{len(by)} calls from {caller} to {worker} go backwards in time, by up to {max(by) / 1000:.1f} µs"
         problems.add("ZT0112", "causality_violations", text, len(by))
+
+
+def _tell_units(found: Survey, problems: Problems) -> None:
+    for ranks in found.roles().values():
+        for rank, factor in doubtful_units(ranks):
+            text = (
+                f"{rank.name}: spans are about {factor:,.0f} times as long as those of its peers; if its times are "
+                f"in ns, convert its file first: traceview convert FILE -o DIR --to jsonl --unit ns"
+            )
+            problems.add("ZT0121", "unit_doubt", text)
 
 
 class _File:

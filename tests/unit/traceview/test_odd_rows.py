@@ -66,6 +66,42 @@ def test_a_display_unit_is_no_unit(tmp_path):
     assert slices(run(tmp_path)[1])["a"]["dur"] == 7
 
 
+def test_a_rank_that_counts_nanoseconds_is_told_and_put_right(tmp_path):
+    """Times stay µs by the format; a rank 1,000 times slower than its peers is named, ``--unit`` mends it (row 11)."""
+    for rank in range(4):
+        scale = 1000 if rank == 2 else 1
+        spans = [span("step", 100 * n * scale, (40 + n % 3) * scale, args={"rank": rank}) for n in range(20)]
+        put(tmp_path / "run" / "actor" / f"traces_{rank}.jsonl", *spans)
+    done = CliRunner().invoke(main, ["stats", str(tmp_path / "run"), "--json"])
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["problems"]["unit_doubt"] == 1
+    done = CliRunner().invoke(main, ["stats", str(tmp_path / "run")])
+    assert "actor/2" in done.stderr
+    assert "--unit ns" in done.stderr
+    bad = tmp_path / "run" / "actor" / "traces_2.jsonl"
+    done = CliRunner().invoke(
+        main, ["convert", str(bad), "-o", str(tmp_path / "good"), "--unit", "ns", "--to", "jsonl"]
+    )
+    assert done.exit_code == 0, done.stderr
+    (made,) = (tmp_path / "good").rglob("*.jsonl")
+    bad.write_bytes(made.read_bytes())
+    done = CliRunner().invoke(main, ["stats", str(tmp_path / "run"), "--json"])
+    assert "unit_doubt" not in json.loads(done.stdout)["problems"]
+    done = CliRunner().invoke(main, ["convert", str(bad), "-o", str(tmp_path / "x.json"), "--unit", "ns"])
+    assert done.exit_code == 2
+    assert "--to jsonl" in done.stderr
+
+
+def test_a_rank_that_does_other_things_has_no_doubtful_unit(tmp_path):
+    """Only spans of one name are compared, and a slow rank is no rank in another unit."""
+    for rank in range(3):
+        name, dur = ("load", 50_000) if rank == 1 else ("step", 50 if rank else 5_000)
+        spans = [span(name, 100 * n, dur, args={"rank": rank}) for n in range(20)]
+        put(tmp_path / "run" / "actor" / f"traces_{rank}.jsonl", *spans)
+    done = CliRunner().invoke(main, ["stats", str(tmp_path / "run"), "--json"])
+    assert "unit_doubt" not in json.loads(done.stdout)["problems"]
+
+
 def test_measured_offsets_move_a_host_and_its_bound_is_written(tmp_path):
     """A clock 11 s off with 50 ppm drift is put right by the offsets the run measured; the error is stated (row 21)."""
     put(tmp_path / "controller" / "traces_0.jsonl", header("controller"), span("c", 1000), END)
