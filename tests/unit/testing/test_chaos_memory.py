@@ -7,7 +7,7 @@ from zbus.testing.chaos.memory import Memory
 
 def sampled(memory: Memory, held: list[bytearray] | None) -> tuple[float, float]:
     """Take samples while buffers are made, held or freed at once; return the lows."""
-    for _ in range(12):
+    for _ in range(9):
         piece = bytearray(b"x") * (4 << 20)
         if held is not None:
             held.append(piece)
