@@ -113,8 +113,9 @@ class Reactor:
                 self.wake()
 
     def wake(self) -> None:
-        """Make the leader return from its poll."""
-        os.eventfd_write(self._wake_fd, 1)
+        """Make the leader return from its poll. Does nothing once closed: the descriptor's number may be another's."""
+        if not self._closed:
+            os.eventfd_write(self._wake_fd, 1)
 
     def call_again(self, fd: int) -> None:
         """Call back ``fd`` in the next round: its burst was cut, and its descriptor may be silent. Under the lock."""
@@ -273,8 +274,11 @@ class Reactor:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread and free the descriptors. Sockets are their owners' to close, before this."""
+        """Stop the thread and free the descriptors. Sockets are their owners' to close, before this. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
+        os.eventfd_write(self._wake_fd, 1)
         for loop in list(self._readers):
             if loop.is_closed():
                 continue
@@ -284,7 +288,6 @@ class Reactor:
                 loop.call_soon_threadsafe(loop.remove_reader, self._epoll.fileno())
         self._readers = set()
         self._loops.clear()
-        self.wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)
         with self._leadership:  # whoever polls has been woken by now

@@ -129,3 +129,22 @@ def test_closing_inside_a_running_loop_frees_the_descriptors_number():
         assert not loop.remove_reader(number)
 
     asyncio.run(main())
+
+
+def test_a_closed_reactor_wakes_nobody():
+    """Its descriptor's number may belong to another file by now: nothing is written there."""
+    reactor = Reactor()
+    reactor.start()
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    reactor.close()
+    reactor.close()
+    try:
+        os.dup2(write, reactor._wake_fd)  # the number is used again
+        reactor.wake()
+        os.close(reactor._wake_fd)
+        with pytest.raises(BlockingIOError):
+            os.read(read, 8)
+    finally:
+        os.close(read)
+        os.close(write)
