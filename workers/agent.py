@@ -653,3 +653,8 @@ def run_agent(config: AgentConfig) -> int:
             raise
         msg = f"the agent of {config.role} could not go on: {error.strerror}"
         raise StartupError(msg, hint=_SHORTAGES[error.errno]) from error
+    except RuntimeError as error:
+        if str(error) != "can't start new thread":  # Python has no class and no number for it
+            raise
+        msg = f"the agent of {config.role} could not go on: no thread can be started"
+        raise StartupError(msg, hint=_SHORTAGES[errno.EAGAIN]) from error

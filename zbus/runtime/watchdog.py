@@ -73,8 +73,9 @@ class Watchdog:
 
     def start(self) -> None:
         """Look from a thread of its own until ``close``."""
-        self._thread = threading.Thread(target=self._run, name="zbus-watchdog", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="zbus-watchdog", daemon=True)
+        thread.start()
+        self._thread = thread  # only one that runs can be waited for
 
     def close(self) -> None:
         """End the thread."""

@@ -270,8 +270,9 @@ class Reactor:
     def start(self) -> None:
         """Start the thread that leads when nobody waits. Idempotent."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread  # only one that runs can be waited for
 
     def close(self) -> None:
         """Stop the thread and free the descriptors. Sockets are their owners' to close, before this. Idempotent."""

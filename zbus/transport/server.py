@@ -187,8 +187,9 @@ class Server:
 
     def start(self) -> None:
         """Start the bus thread; ``ctl`` is answered from now on."""
-        self._thread = threading.Thread(target=self._run_bus, name="zbus-bus", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run_bus, name="zbus-bus", daemon=True)
+        thread.start()
+        self._thread = thread  # only one that runs: where no thread can be started, that is what shall be told
 
     # -- the main thread -----------------------------------------------------------------------------------------
 
