@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from traceview.arrows import arrow_number
 from traceview.choose import read_heads
-from traceview.event import Event, args_of, encode_event
+from traceview.event import Event, args_of, encode_event, one_line
 from traceview.leftovers import find_sources
 from traceview.merge import MergeReport, merge
 from traceview.output import OutputFile
@@ -130,7 +130,7 @@ def _write_lines(path: Path, output: Path, scale: float) -> None:
                 file = files[event.pid] = _new_file(output, one, made)
             if scale != 1.0:
                 event.ts, event.dur = (None if time is None else time * scale for time in (event.ts, event.dur))
-            file.write(encode_event(event) + b"\n")
+            file.write(one_line(event))
     finally:
         for file in files.values():
             file.close()

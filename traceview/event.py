@@ -33,6 +33,7 @@ __all__ = [
     "encode_lines",
     "exact_float",
     "has_long_number",
+    "one_line",
 ]
 
 NO_ARGS: Final = msgspec.Raw(b"")
@@ -90,6 +91,11 @@ encode_lines = msgspec.json.Encoder().encode_lines
 """Encode events as lines, each with its newline."""
 
 _decode_any = msgspec.json.Decoder().decode
+
+
+def one_line(event: Event) -> bytes:
+    """Return an event as one line with its newline; args may come from a document that is spread over many."""
+    return encode_event(event).replace(b"\n", b" ").replace(b"\r", b" ") + b"\n"
 
 
 _DIGITS: Final = bytes(0x30 if 0x30 <= byte <= 0x39 else 0x20 for byte in range(256))

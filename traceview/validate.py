@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from traceview.event import Event, args_of, encode_event
+from traceview.event import Event, args_of, one_line
 from traceview.leftovers import find_sources
 from traceview.output import OutputFile
 from traceview.problems import InputError, OutputError, Problems
@@ -116,7 +116,7 @@ def _read_one(source: Source, problems: Problems, seen: _File, out: OutputFile |
         for event in batch:
             _check(event, source, problems, seen)
         if out is not None:
-            out.write(b"".join(encode_event(event) + b"\n" for event in batch if event.name != "text_id"))
+            out.write(b"".join(one_line(event) for event in batch if event.name != "text_id"))
 
 
 def _check(event: Event, source: Source, problems: Problems, seen: _File) -> None:

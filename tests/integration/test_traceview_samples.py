@@ -4,10 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from perfetto_page import PerfettoPage
+from traceview.convert import convert
 from traceview.merge import merge
 from traceview.problems import Problems
 from traceview.survey import survey
@@ -15,6 +19,7 @@ from traceview.survey import survey
 SHARED = Path(os.environ.get("ZBUS_TEST_SHARED") or Path(__file__).parents[3] / "shared")
 SAMPLES = SHARED / "samples"
 FILES = sorted(SAMPLES.glob("*/*.json*"))
+SMALL = [path for path in FILES if path.stat().st_size < 1_000_000]
 
 pytestmark = pytest.mark.ci
 
@@ -32,6 +37,39 @@ def test_every_public_sample_merges_in_both_formats(tmp_path, path):
     assert perfetto.spans == spans
     counted = sum(s.times.count for r in survey([str(path)], Problems()).ranks.values() for s in r.spans.values())
     assert counted <= spans  # begin and end pairs become spans in a merge only
+
+
+@pytest.fixture(scope="module")
+def perfetto() -> Iterator[PerfettoPage]:
+    """Give one browser for all samples."""
+    with PerfettoPage() as page:
+        yield page
+
+
+@pytest.mark.skipif(not FILES, reason="no public sample traces: ../shared/samples, or $ZBUS_TEST_SHARED/samples")
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_public_sample_opens_in_the_viewer_whole(tmp_path, perfetto, path):
+    """What we make of another tool's trace loads in the Perfetto UI without error or loss: every span is a slice."""
+    merge([str(path)], tmp_path / "o.json")
+    drawn = Counter(e["ph"] for e in json.loads((tmp_path / "o.json").read_text())["traceEvents"])
+    perfetto.open(tmp_path / "o.json")
+    assert perfetto.errors() == []
+    assert perfetto.number("select count(*) from slice") == drawn["X"] + drawn["i"] + drawn["b"] + drawn["n"]
+
+
+@pytest.mark.skipif(not FILES, reason="no public sample traces: ../shared/samples, or $ZBUS_TEST_SHARED/samples")
+@pytest.mark.parametrize("path", SMALL, ids=lambda path: path.name)
+@pytest.mark.parametrize("form", ["jsonl", "otlp"])
+def test_every_small_public_sample_converts(tmp_path, path, form):
+    """A trace of another tool becomes JSON lines that merge again, or OTLP spans, without losing one."""
+    spans = merge([str(path)], tmp_path / "o.json").spans
+    report = convert([str(path)], tmp_path / "out", form)
+    assert report.spans == spans
+    if form == "jsonl":
+        assert merge([str(tmp_path / "out")], tmp_path / "again.json").spans == spans
+    else:
+        resources = json.loads((tmp_path / "out").read_text())["resourceSpans"]
+        assert sum(len(scope["spans"]) for one in resources for scope in one["scopeSpans"]) == spans
 
 
 @pytest.mark.skipif(not FILES, reason="no public sample traces: ../shared/samples, or $ZBUS_TEST_SHARED/samples")

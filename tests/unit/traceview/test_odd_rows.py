@@ -479,6 +479,50 @@ def test_traces_of_other_tools_convert(tmp_path, kind, spans, form):
         assert kind == "kineto" or (inner is not None and "parentSpanId" in inner)
 
 
+def test_args_spread_over_lines_stay_on_one(tmp_path):
+    """A pretty-printed document becomes JSON lines, converted or repaired, that are read whole again."""
+    put(
+        tmp_path / "p.json",
+        json.dumps({"traceEvents": [span("a", 1, args={"x": [1, {"y": "l\nm"}]}), span("b", 9)]}, indent=2),
+    )
+    call = CliRunner().invoke
+    assert (
+        call(main, ["convert", str(tmp_path / "p.json"), "-o", str(tmp_path / "lines"), "--to", "jsonl"]).exit_code == 0
+    )
+    assert call(main, ["validate", str(tmp_path / "p.json"), "--repair", "-o", str(tmp_path / "fixed")]).exit_code == 0
+    for made in ("lines", "fixed"):
+        report = merge([str(tmp_path / made)], tmp_path / "again.json")
+        assert (report.spans, report.problems) == (2, {})
+        args = slices(json.loads((tmp_path / "again.json").read_text())["traceEvents"])["a"]["args"]
+        assert args == {"x": [1, {"y": "l\nm"}]}
+
+
+def test_no_name_in_a_trace_leads_out_of_the_output(tmp_path):
+    """Roles, ranks, process names and sessions full of ``..`` and ``/`` write below the directory that was named."""
+    evil = ["../../escape", "/etc/escape", "..", "a/../../escape", "nul\u0000x", "C:\\escape"]
+    for at, name in enumerate(evil):
+        process = {"name": "process_name", "ph": "M", "pid": 7, "args": {"name": name, "role": name, "rank": at}}
+        put(tmp_path / "in" / "deep" / f"traces_{at}.jsonl", header(name, at), process, span(name, 1), END)
+        put(tmp_path / "in" / "deep" / f"sessions_{at}.jsonl", {"task_id": name, "role": name, "submit_ts": 0.0})
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    call = CliRunner().invoke
+    out = tmp_path / "a" / "b" / "c"
+    out.mkdir(parents=True)
+    for args in (
+        ["convert", "-o", str(out / "lines"), "--to", "jsonl"],
+        ["validate", "--repair", "-o", str(out / "fixed")],
+        ["merge", "-o", str(out / "merged.json")],
+        ["report", "-o", str(out / "report.html")],
+        ["sessions", "-o", str(out / "sessions.html"), "--csv", str(out / "sessions.csv")],
+    ):
+        done = call(main, [args[0], str(tmp_path / "in"), *args[1:]])
+        assert done.exit_code in (0, 10), done.output
+    made = {path for path in tmp_path.rglob("*") if path.is_file()} - before
+    assert len(made) >= 2 * len(evil) + 4
+    assert [path for path in made if not path.resolve().is_relative_to(out)] == []
+    assert not Path("/etc/escape").exists()
+
+
 def test_an_unknown_suffix_asks_for_the_format(tmp_path):
     """A conversion does not guess."""
     done = CliRunner().invoke(main, ["convert", str(foreign(tmp_path, "viztracer")), "-o", str(tmp_path / "x.bin")])
