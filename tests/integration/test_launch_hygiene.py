@@ -10,6 +10,7 @@ import pytest
 
 from launching import launch, probes
 from waiting import scaled, wait_until
+from zbus.data.presence import VARIABLE
 from zbus.runtime.processes import children_of
 
 pytestmark = pytest.mark.alone
@@ -49,7 +50,7 @@ def take(mark: str, runtime: Path) -> Traces:
     return Traces(
         processes=set(ours.values()),
         sockets={str(path) for path in runtime.rglob("*")},
-        shared_memory={path.name for path in Path("/dev/shm").glob("*zbus*")},
+        shared_memory={path.name for path in Path("/dev/shm").glob("*zbus*")} - {f"zbus-{os.getuid()}"},
         ports=listening({os.getpid(), *ours}),
         descriptors=sorted(descriptors()),
         threads={f"{thread.name} {thread.ident}" for thread in threading.enumerate()},
@@ -128,6 +129,7 @@ def test_launches_leave_nothing_behind(tmp_path, short_dir, monkeypatch, times):
     """
     times = int(os.environ.get("ZBUS_TEST_LAUNCHES", times))
     monkeypatch.setenv("ZBUS_RUNTIME_DIR", str(short_dir))
+    monkeypatch.setenv(VARIABLE, str(short_dir))  # what is lent is seen among the sockets
     before = take(str(tmp_path), short_dir)
     for number in range(times):
         with launch(
@@ -150,6 +152,7 @@ def test_launches_leave_nothing_behind(tmp_path, short_dir, monkeypatch, times):
 def test_a_failed_launch_leaves_nothing_behind(tmp_path, short_dir, monkeypatch):
     """A launch whose engine cannot be loaded is undone as a whole."""
     monkeypatch.setenv("ZBUS_RUNTIME_DIR", str(short_dir))
+    monkeypatch.setenv(VARIABLE, str(short_dir))  # what is lent is seen among the sockets
     roles = {"actor": probes(2), "critic": probes(1)}
     roles["critic"] = type(roles["critic"])("engines_under_test:Nobody", replicas=1, sys_path=roles["actor"].sys_path)
     before = take(str(tmp_path), short_dir)

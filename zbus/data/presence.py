@@ -9,6 +9,7 @@ same process closes any descriptor of the file: a process never opens a lock of 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -26,6 +27,8 @@ __all__ = ["VARIABLE", "Presence", "is_token", "lives", "shared_root", "sweep"]
 _TOKEN: Final = re.compile(r"[0-9a-f]{16}")
 _FRESH_S: Final = 60.0
 """A directory without a lock is one that is being made, for so long."""
+
+_TRIES: Final = 20
 
 _ours: set[str] = set()
 _ours_lock: Final = threading.Lock()
@@ -68,19 +71,27 @@ class Presence:
             TransportError: There is no shared memory here, or the directory of this user is not private.
         """
         try:
-            root.mkdir(mode=0o700, exist_ok=True)
-            _require_private(root)
-            sweep(root)
-            path = root / secrets.token_hex(8)
-            with _ours_lock:
-                _ours.add(str(path))
-            path.mkdir(mode=0o700)
+            path = cls._make(root)
             descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.lockf(descriptor, fcntl.LOCK_EX)
         except OSError as error:
             msg = f"no shared memory in {root}: {error.strerror or error}"
             raise TransportError(msg) from error
         return cls(path, descriptor)
+
+    @staticmethod
+    def _make(root: Path) -> Path:
+        for _ in range(_TRIES):
+            root.mkdir(mode=0o700, exist_ok=True)
+            _require_private(root)
+            sweep(root)
+            path = root / secrets.token_hex(8)
+            with _ours_lock:
+                _ours.add(str(path))
+            with contextlib.suppress(FileNotFoundError):  # the last one to leave has removed the root
+                path.mkdir(mode=0o700)
+                return path
+        raise FileNotFoundError(errno.ENOENT, "it is removed again and again", str(root))
 
     def leave(self) -> None:
         """Remove the directory; what peers have mapped stays readable for them. Idempotent; not from a forked child."""
@@ -91,6 +102,7 @@ class Presence:
         os.close(descriptor)
         with _ours_lock:
             _ours.discard(str(self.path))
+        _remove_root(self.path.parent)
 
 
 def lives(root: Path, token: str) -> bool:
@@ -121,6 +133,8 @@ def sweep(root: Path) -> int:
                 _remove(Path(entry.path))
                 os.close(descriptor)
                 swept += 1
+    if swept:
+        _remove_root(root)
     return swept
 
 
@@ -158,6 +172,11 @@ def _remove(path: Path) -> None:
         for entry in sorted(path.iterdir(), key=lambda entry: entry.name == "lock"):
             entry.unlink(missing_ok=True)
         path.rmdir()
+
+
+def _remove_root(root: Path) -> None:
+    with contextlib.suppress(OSError):  # others are there; whoever enters just now makes it again
+        root.rmdir()
 
 
 def _require_private(root: Path) -> None:

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from controller.futures import BatchFuture
 from controller.group import Group
 from zbus.errors import CallError, ZbusError
 from zbus.testing.chaos.history import Answer, History, Op
-from zbus.testing.chaos.subject import sum_of
+from zbus.testing.chaos.subject import Payload, sum_of
 
 __all__ = ["GRACE_S", "Load"]
 
@@ -27,6 +29,7 @@ GRACE_S: Final = 8.0
 _DEADLINE_S: Final = 20.0
 _SIZES: Final = (0, 0, 0, 10, 100, 1000, 20_000, 100_000)
 _BIG: Final = 3_000_000
+_ARRAY_FROM: Final = 1 << 16
 _LOOK_S: Final = 0.003
 
 
@@ -39,14 +42,16 @@ class _Caller:
         self.history = history
         self.chance = random.Random(seed)  # noqa: S311  # a workload, not secrets
         self._numbers = itertools.count()
-        self._data = self.chance.randbytes(_BIG)
+        self._data = self.chance.randbytes(_BIG + 16)
 
     # -- choices -----------------------------------------------------------------------------------------------------
 
-    def payload(self) -> bytes:
-        """Return some bytes, seldom many."""
+    def payload(self) -> Payload:
+        """Return some bytes, seldom many; of many, half as an array, which goes through shared memory in place."""
         size = _BIG if self.chance.random() < 0.005 else self.chance.choice(_SIZES)
-        return self._data[:size]
+        start = self.chance.randrange(16)
+        data = self._data[start : start + size]
+        return np.frombuffer(data, np.uint8) if size >= _ARRAY_FROM and self.chance.random() < 0.5 else data
 
     def seconds(self) -> float:
         """Return how long a method takes: mostly nothing."""

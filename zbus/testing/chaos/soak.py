@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from controller import Controller, Role
 from controller.background import shared
 from zbus.config import Config
+from zbus.data.presence import lives, shared_root
 from zbus.errors import ZbusError
 from zbus.registry.file import FileRegistry
 from zbus.registry.records import Records
@@ -300,8 +301,9 @@ class _Belongings:
     @classmethod
     def now(cls) -> _Belongings:
         gc.collect()
-        names = (entry.name for entry in Path("/dev/shm").iterdir()) if Path("/dev/shm").is_dir() else ()  # noqa: S108
-        return cls(_descriptors(), threading.active_count(), frozenset(n for n in names if n.startswith("zbus")))
+        root = shared_root()
+        names = (entry.name for entry in root.iterdir()) if root.is_dir() else ()
+        return cls(_descriptors(), threading.active_count(), frozenset(names))
 
     def missing_now(self) -> list[str]:
         """Return what has come and not gone, after a moment for what is just going."""
@@ -330,7 +332,7 @@ def _descriptors() -> Counter[str]:
 
 def _mine(name: str) -> bool:
     with contextlib.suppress(OSError):
-        return time.time() - (Path("/dev/shm") / name).stat().st_ctime < 3600.0  # noqa: S108
+        return not lives(shared_root(), name)  # another run's processes may come and go meanwhile
     return False
 
 
