@@ -9,7 +9,8 @@ from typing import Any, Final, Self
 from controller.calls import Method, View, encode_calls
 from controller.dispatch import Plan
 from controller.futures import BatchFuture
-from controller.placement import Order, Placement
+from controller.order import Order
+from controller.placement import Placement
 from zbus.engine import AnyOne, EndpointSpec, RankZero, Start
 from zbus.errors import ConfigError
 from zbus.retry import deadline_seconds

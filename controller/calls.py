@@ -14,7 +14,8 @@ from controller.collect import collect
 from controller.dispatch import Arguments, Plan, plan
 from controller.futures import BatchFuture, Stream
 from controller.line import Line
-from controller.placement import Order, Placement
+from controller.order import Order
+from controller.placement import Placement
 from controller.placer import Placer, Roster, is_ready
 from controller.quick import QuickCall
 from zbus.codec import Keep, encode, encode_call, encode_plain_call, encode_plain_calls

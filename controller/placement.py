@@ -8,16 +8,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Final
 
 from controller.background import shared
-from controller.line import Line
+from controller.order import Order
 from controller.outcomes import AT, Origin, error_of, unavailable
 from controller.placer import (
     Placed,
-    Placer,
-    Roster,
     is_crowded,
     is_dead,
     is_ready,
@@ -26,14 +24,12 @@ from controller.placer import (
     wake,
     whereabouts,
 )
-from zbus.engine import Effect
 from zbus.errors import CallError, Unavailable
 from zbus.protocol.batch import BatchSlots
 from zbus.protocol.messages import Buffers, Outcome, OutcomeKind, nbytes_of
-from zbus.retry import RetryPolicy, TokenBucket
 from zbus.trace.tracer import get_tracer
 
-__all__ = ["Order", "Placement"]
+__all__ = ["Placement"]
 
 _PATIENCE_S: Final = 30.0
 """How long a call that may wait waits for a member to become ready."""
@@ -51,57 +47,6 @@ _CREDIT_BYTES: Final = 1 << 20
 """Credit of a stream is given each so many items, or each so many bytes."""
 _OK: Final = OutcomeKind.OK
 _GONE: Final = ("worker_exit", "lease", "fenced", "disconnected")
-
-
-@dataclass
-class Order:
-    """What is to be placed.
-
-    Attributes:
-        placer: Carries it.
-        roster: The role that is called.
-        ranks: Rank of each member.
-        lane: Which ordered stream.
-        payloads: Encoded calls for each member; the same object may stand several times.
-        methods: Endpoint name of each call.
-        deadline_s: Seconds from the start, or None.
-        strict: A failed call stops the later ones.
-        together: It begins on no member until all hold it.
-        retry: How often a call may run again; only ever applied to single calls, on each member by itself.
-        effect: See ``zbus.engine.Effect``.
-        streams: The one call's items come one by one.
-        collects: All of them are wanted, as one list: nobody takes them one by one.
-        choose: Picks a rank anew for a call that any rank may run.
-        bucket: Limits second executions of the whole group.
-        released: Told the rank of a member when its last call has ended.
-        number: Number of the batch among those of its group, from 1.
-        submitted_ns: When the caller asked (monotonic), for the trace.
-        encoded_ns: When its payloads were ready.
-        line: Where calls of the role wait for ranks that are not ready.
-    """
-
-    placer: Placer
-    roster: Roster
-    ranks: list[int]
-    lane: str
-    payloads: Sequence[Buffers]
-    methods: Sequence[str]
-    deadline_s: float | None
-    strict: bool = False
-    together: bool = False
-    retry: RetryPolicy | None = None
-    effect: Effect = "once"
-    streams: bool = False
-    collects: bool = False
-    choose: Callable[[], int] | None = None
-    bucket: TokenBucket | None = None
-    released: Callable[[int], None] | None = None
-    number: int | None = None
-    submitted_ns: int = 0
-    encoded_ns: int = 0
-    trace: int = 0
-    line: Line = field(default_factory=Line)
-    peers: list[Any] = field(default_factory=list)
 
 
 class Placement:
