@@ -51,13 +51,15 @@ def count_joined(fds: Sequence[int], total: int) -> int:
             for numbers, arrives in _pieces(fd):
                 mine = numbers if shares == 1 else numbers[_share(numbers, shares) == share]
                 (arriving if arrives else leaving).append(mine)
-        if leaving and arriving:
+        if leaving and arriving:  # any piece, even without a number of this share
             joined += _common(np.concatenate(leaving), np.concatenate(arriving))
     return joined
 
 
 def _common(some: Numbers, others: Numbers) -> int:
     """Return how many numbers are in both."""
+    if not len(some) or not len(others):
+        return 0
     some.sort()
     others.sort()
     different = np.append(True, others[1:] != others[:-1])

@@ -14,7 +14,7 @@ from traceview.lanes import Lanes
 from traceview.processes import Thread
 from traceview.segment import SPAN, Segment
 
-__all__ = ["Layout"]
+__all__ = ["Layout", "nested"]
 
 _BATCH: Final = 4096
 _ROUNDS: Final = 12
@@ -83,7 +83,7 @@ class Layout:
         """Give the events of a thread their rows: several if its spans overlap."""
         segment = self._segment
         starts, ends = segment.start[numbers], segment.end[numbers]
-        if not one.tracked and len(one.tids) <= 1 and starts[0] >= one.floor and _nested(starts, ends):
+        if not one.tracked and len(one.tids) <= 1 and starts[0] >= one.floor and nested(starts, ends):
             self.tids[numbers] = self._tid(one, 0)
             return
         rows = np.empty(len(numbers), dtype=np.int32)
@@ -130,7 +130,7 @@ def _rows(one: Thread, late: Lanes, columns: tuple[list[int], list[int], list[in
     return rows
 
 
-def _nested(starts: Ints, ends: Ints) -> bool:
+def nested(starts: Ints, ends: Ints) -> bool:
     """Return whether spans in order of time are apart or nested.
 
     Spans without another inside are taken away, round by round, after a look at the one they begin in; what is nested

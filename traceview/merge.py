@@ -105,7 +105,7 @@ def merge(
     on_warning: Callable[[Warned], None] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     run_events: int = 60_000,
-    segment: int = 500_000,
+    segment: int = 250_000,
 ) -> MergeReport:
     """Merge the trace files behind ``inputs`` into one trace.
 

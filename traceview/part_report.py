@@ -35,7 +35,7 @@ class PartJob:
     rank: int | None = None
     keep: Keep = field(default_factory=Keep)
     memory_events: int = 60_000
-    segment: int = 500_000
+    segment: int = 250_000
 
 
 @dataclass(slots=True)

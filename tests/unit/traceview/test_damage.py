@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import subprocess
@@ -101,3 +102,43 @@ def test_memory_does_not_grow_with_the_input(tmp_path, gz):
     assert events == 1_000_000
     assert peak_mb <= 256
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
+
+
+@pytest.mark.ci
+def test_all_processes_of_a_merge_stay_within_the_memory_together(tmp_path):
+    """A merge of large files by two processes takes less than 256 MB in all three, at their high-water marks."""
+    for rank in range(4):
+        with (tmp_path / f"traces_{rank}.jsonl").open("wb") as file:
+            for n in range(400_000):
+                file.write(
+                    b'{"name":"step","ph":"X","ts":%d.125,"dur":%d.5,"pid":1,"tid":%d,"args":{"n":%d}}\n'
+                    % (n, n % 40, n % 4, n)
+                )
+    command = [sys.executable, "-m", "traceview", "merge", "-q", "--jobs", "2", "-o", "out.json", "."]
+    peaks: dict[int, int] = {}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=tmp_path) as process:
+        while process.poll() is None:
+            for pid in (process.pid, *children_of(process.pid)):
+                peaks[pid] = max(peaks.get(pid, 0), high_water_mb(pid))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.02)
+    assert process.returncode == 0
+    assert len(peaks) == 3
+    assert sum(peaks.values()) <= 256
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the pids of a process's children; none if it is gone."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def high_water_mb(pid: int) -> int:
+    """Return the most memory that a process held so far; 0 if it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) // 1024 for line in lines if "VmHWM" in line), 0)
