@@ -105,11 +105,12 @@ def test_memory_does_not_grow_with_the_input(tmp_path, gz):
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(600)
 def test_all_processes_of_a_merge_stay_within_the_memory_together(tmp_path):
     """A merge of large files by two processes takes less than 256 MB in all three, at their high-water marks."""
     for rank in range(4):
         with (tmp_path / f"traces_{rank}.jsonl").open("wb") as file:
-            for n in range(400_000):
+            for n in range(300_000):
                 file.write(
                     b'{"name":"step","ph":"X","ts":%d.125,"dur":%d.5,"pid":1,"tid":%d,"args":{"n":%d}}\n'
                     % (n, n % 40, n % 4, n)
