@@ -82,6 +82,7 @@ BEFORE = {
     import zbus
     buffer = []
     async def generate(prompt): return "text"
+    def evaluate(): return 1.0
     """,
     "docs/reference/codec.md": """
         import enum
