@@ -28,6 +28,9 @@ _CALLS_PER_FILE: Final = 1000
 _LEAST_CALLS: Final = 20_000
 """Calls looked at, about: enough for a good offset every few seconds between any two."""
 
+_MOST_CALLS: Final = 400_000
+"""Calls kept of all files together, whatever their ids look like: 32 bytes of each side, and a few files' own books."""
+
 _BYTES_PER_CALL: Final = 1000
 _BLOCK: Final = 4 << 20
 _MARK: Final = b'"call":'
@@ -166,8 +169,9 @@ def read_pairs(sources: Sequence[Source], bases_us: Sequence[int]) -> Pairs:
 
 def _read(sources: Sequence[Source], bases_us: Sequence[int], chosen: _Chosen) -> Pairs:
     sides: tuple[list[Ints], list[Ints]] = [], []
+    most = max(_CALLS_PER_FILE, _MOST_CALLS // max(1, len(sources)))
     for number, (source, base_us) in enumerate(zip(sources, bases_us, strict=True)):
-        calls = _Calls(chosen)
+        calls = _Calls(chosen, most)
         for one in _files(source):
             calls.read(one, base_us)
         for side, found in zip(sides, (calls.callers, calls.workers), strict=True):
@@ -223,13 +227,16 @@ def _size(source: Source) -> int:
 class _Calls:
     """The calls of one file, by key: [sent, received] as a caller, [arrived, answered] as a worker.
 
-    Of a call that is there twice, as after a retry, the widest times are kept: they are true of each try.
+    Of a call that is there twice, as after a retry, the widest times are kept: they are true of each try. Of too many
+    calls, half are left out as often as need be, by their keys: so the same ones stay on the other side.
     """
 
-    def __init__(self, chosen: _Chosen) -> None:
+    def __init__(self, chosen: _Chosen, most: int) -> None:
         self.callers: dict[int, list[int]] = {}
         self.workers: dict[int, list[int]] = {}
         self._chosen = chosen
+        self._most = most
+        self._left_out = 0  # a key stays if none of these bits is set in its mix
 
     def read(self, source: Source, base_us: int) -> None:
         """Take the calls of a file."""
@@ -305,8 +312,25 @@ class _Calls:
         elif kind == "reply":
             self._worker(key, None, ts)  # where the method returned: the answer leaves before it counts as encoded
 
+    def _known(self, side: dict[int, list[int]], key: int) -> list[int]:
+        """Return the times of a call on one side; of one that is left out, a list that nobody reads."""
+        known = side.get(key)
+        if known is None:
+            known = [_UNKNOWN, _UNKNOWN]
+            if not _mix(key) & self._left_out:
+                side[key] = known
+                if len(side) > self._most:
+                    self._leave_out_half()
+        return known
+
+    def _leave_out_half(self) -> None:
+        self._left_out = 2 * self._left_out + 1
+        for side in (self.callers, self.workers):
+            for key in [key for key in side if _mix(key) & self._left_out]:
+                del side[key]
+
     def _caller(self, key: int, sent: float | None, received: float | None) -> None:
-        known = self.callers.setdefault(key, [_UNKNOWN, _UNKNOWN])
+        known = self._known(self.callers, key)
         if sent is not None:
             at = round(sent * 1000)
             known[0] = at if known[0] == _UNKNOWN else min(known[0], at)
@@ -314,12 +338,17 @@ class _Calls:
             known[1] = max(known[1], round(received * 1000))
 
     def _worker(self, key: int, arrived: float | None, answered: float | None) -> None:
-        known = self.workers.setdefault(key, [_UNKNOWN, _UNKNOWN])
+        known = self._known(self.workers, key)
         if arrived is not None:
             known[0] = max(known[0], round(arrived * 1000))
         if answered is not None:
             at = round(answered * 1000)
             known[1] = at if known[1] == _UNKNOWN else min(known[1], at)
+
+
+def _mix(key: int) -> int:
+    """Return bits of a key that are even where its own are not."""
+    return (key * _SPREAD & _MASK) >> 32
 
 
 def _key(call: str) -> int:
