@@ -160,6 +160,8 @@ LEFT = """
             trace.instant("tick", n=n)
         n += 1
         writer.flush()
+        while writer._outlet is not None and writer._outlet.counts()[1]:  # until the sidecar has it all
+            time.sleep(0.005)
         print(writer.path.stat().st_size, flush=True)
     trace.shutdown()
 """

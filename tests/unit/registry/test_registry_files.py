@@ -120,7 +120,8 @@ def test_a_live_record_is_never_missing_from_a_listing_while_it_is_renewed(root)
         process.kill()
         process.communicate()
     assert FileRegistry(root).list("leases").entries.keys() == {"leases/live"}
-    assert not temp_files(root), "the leftovers of the killed writer are swept by the listing above"
+    assert len(FileRegistry(root).list("workers").entries) == 50
+    assert not temp_files(root), "the leftovers of the killed writer are swept by the listings above"
 
 
 @pytest.mark.alone

@@ -322,11 +322,15 @@ def test_lines_that_find_no_room_wait_in_the_spool(bench, disk):
 def test_a_successor_finishes_what_a_killed_sidecar_took(bench, converted):
     """Blocks that were acknowledged are in the rank's file after a restart, once each."""
     bench.tick(3)
-    while not bench.collector.receive():
-        pass
+
+    def acknowledged() -> bool:
+        bench.collector.receive()
+        bench.exporter._take_answers(0.01, lambda: not bench.exporter._outbox.held)
+        return not bench.exporter._outbox.held
+
+    wait_until(acknowledged, what="the sidecar's word on the block")
     if converted:
         bench.turn()
-    bench.exporter._take_answers(1.0, lambda: not bench.exporter._outbox.held)
     assert counts_add_up(bench)["written"] == 3
     bench.crash()
     assert TrialFiles(bench.trial).numbers == [0, 1, 2]
