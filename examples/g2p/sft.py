@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import data
+from zbus import trace
 
 if TYPE_CHECKING:
     from controller.run import Run
@@ -51,6 +52,7 @@ def main(run: Run) -> dict[str, float]:
             if (step + 1) % int(params["checkpoint_every"]) == 0 or step + 1 == steps:
                 actor.save(str(checkpoints / f"step-{step + 1:06d}.npz"))
                 _prune(checkpoints)
+            trace.mark_step(step)
     train_s = time.monotonic() - begin
 
     scores = actor.evaluate(exam)
