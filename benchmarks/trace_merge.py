@@ -27,6 +27,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from zbus.runtime.processes import children_of
+
 ROLES = ("controller", "actor", "rollout")
 TOOLS = ("msgspec-stream", "zbus", "zbus-1", "zbus-gz", "zbus-perfetto", "viztracer", "areal")
 PHASES = ((b"forward", 180), (b"all_reduce", 60), (b"backward", 260), (b"optimizer", 40))
@@ -308,14 +310,6 @@ def run(tool: str, source: Path, output: Path, mem_gb: float) -> dict[str, Any]:
         return {"error": last, "peak_mb": sum(peaks.values())}
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return {**found, "peak_mb": sum(peaks.values()), "processes": len(peaks)}
-
-
-def children_of(pid: int) -> list[int]:
-    """Return the pids of a process's children; none if it is gone."""
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 def high_water_mb(pid: int) -> int:

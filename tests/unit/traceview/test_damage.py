@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from traceview.merge import merge
+from zbus.runtime.processes import children_of
 
 GOOD = (Path(__file__).parents[2] / "golden" / "trace" / "traces_0.jsonl").read_bytes()
 
@@ -126,14 +127,6 @@ def test_all_processes_of_a_merge_stay_within_the_memory_together(tmp_path):
     assert process.returncode == 0
     assert len(peaks) == 3
     assert sum(peaks.values()) <= 256
-
-
-def children_of(pid: int) -> list[int]:
-    """Return the pids of a process's children; none if it is gone."""
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
 
 
 def high_water_mb(pid: int) -> int:
