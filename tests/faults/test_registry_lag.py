@@ -112,7 +112,8 @@ def test_a_trial_over_mounts_that_lag_starts_and_restarts_its_ranks(tmp_path, ca
         who = actor[0].who.options(retries=5)
         assert wait_until(lambda: who()["start"] == 1, timeout_s=30.0, what="the next start")
         assert calls_for(bus, 0.5) < scaled(1.0)
-        (ended,) = Records(FileRegistry(bus.trial.registry, create=False)).exits()
+        records = Records(FileRegistry(bus.trial.registry, create=False))
+        (ended,) = wait_until(records.exits, what="the exit record, late as all records here")
         assert (ended.rank, ended.start, ended.signal) == (0, 0, signal.SIGKILL)
     assert "controller is gone" not in (tmp_path / "worker0").read_text()
 
