@@ -124,7 +124,7 @@ def test_on_a_loop_calls_wait_for_room_without_blocking_it(bus):
                 await asyncio.sleep(0.01)
 
         ticker = asyncio.create_task(tick())
-        first = asyncio.create_task(source.swallow.aio(b"", 0.3))
+        first = asyncio.create_task(source.swallow.aio(b"", 1.5))  # longer than it takes to make the others
         answers = await asyncio.gather(*(source.swallow.aio(b"x") for _ in range(2_000)))
         await first
         ticker.cancel()

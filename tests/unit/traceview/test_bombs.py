@@ -159,7 +159,9 @@ def test_a_bomb_is_merged_in_bounded_memory(tmp_path, make):
 
 def bounded_merge(source: Path, output: Path) -> tuple[dict, float]:
     """Merge in 2 GiB of address space: the report, and the peak of memory in MB."""
-    command = [sys.executable, "-m", "traceview", "merge", str(source), "-o", str(output), "--json"]
+    # The kernel's usage of a child begins with the peak of whoever forked it; what it says of itself does not.
+    script = "from traceview.cli import main; main(standalone_mode=False); print(open('/proc/self/status').read())"
+    command = [sys.executable, "-c", script, "merge", str(source), "-o", str(output), "--json"]
     limit = (2 << 30, 2 << 30)
 
     def bounded() -> None:
@@ -167,8 +169,7 @@ def bounded_merge(source: Path, output: Path) -> tuple[dict, float]:
 
     with subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=bounded) as process:  # noqa: PLW1509
         assert process.stdout is not None
-        report = json.loads(process.stdout.read())
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+        said, _, status = process.stdout.read().decode().partition("\n")
     assert process.returncode == 0
-    return report, usage.ru_maxrss / 1024
+    peak = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+    return json.loads(said), peak / 1024
