@@ -23,6 +23,9 @@ _NEVER: Final = 1 << 62
 _COMMON: Final = ("deadline", "cancelled")
 """Reasons that hold for every member by themselves."""
 
+_UNSTARTED: Final = (OutcomeKind.NOT_EXECUTED, OutcomeKind.CANCELLED)
+"""Outcomes that may do so too: one that has begun, or says so, speaks for itself alone."""
+
 
 class Step(NamedTuple):
     """What one member's lane asks for."""
@@ -76,7 +79,7 @@ class Gang:
         if self.released or self.over:
             return []
         self.over = True
-        if outcome.reason not in _COMMON or outcome.kind is OutcomeKind.UNKNOWN:
+        if outcome.reason not in _COMMON or outcome.kind not in _UNSTARTED:
             why = outcome.evidence or outcome.reason
             words = f"it had not begun on any rank when {self._names[member]} was out: {why}"
             outcome = Outcome(OutcomeKind.NOT_EXECUTED, None, "gang", words)
