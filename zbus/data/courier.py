@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zbus.codec import Keep
 from zbus.data.lease import Lease
 from zbus.data.presence import Presence, is_token, lives, shared_root, sweep
 from zbus.errors import TransportError
@@ -25,10 +26,7 @@ if TYPE_CHECKING:
     from zbus.data.arena import Arena
     from zbus.data.loans import Loans
 
-__all__ = ["Courier", "Keep"]
-
-Keep = Callable[[memoryview | bytes], Buffer]
-"""What an encoder does with the memory of an array that does not stand in the body."""
+__all__ = ["Courier"]
 
 
 class Courier:

@@ -461,4 +461,5 @@ class Callee(CalleeSessions):
 
 
 def _nbytes(buffer: Buffer) -> int:
+    """Return the bytes that keeping a frame takes here: of one that names an array elsewhere, only its own."""
     return buffer.nbytes if type(buffer) is memoryview else len(buffer)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from zbus.protocol.messages import Buffer, Buffers
+from zbus.codec import Keep
+from zbus.protocol.messages import Buffers
 
 __all__ = ["Carrier"]
 
@@ -18,7 +19,7 @@ class Carrier(Protocol):
         """What peers are told of this process in the handshake."""
         ...
 
-    def keeper(self, peers: Sequence[str], *, snapshot: bool) -> Callable[[memoryview | bytes], Buffer] | None:
+    def keeper(self, peers: Sequence[str], *, snapshot: bool) -> Keep | None:
         """Return what makes the frames of large arrays for a message to these peers; None for frames as usual."""
         ...
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 import msgpack
 
 from zbus.clock import SYSTEM_CLOCK, Clock
+from zbus.codec import Keep
 from zbus.errors import CodecError, TransportError, Unavailable
 from zbus.ids import Session, WorkerName
 from zbus.protocol.caller import CallerLane, Timing
@@ -634,7 +635,7 @@ class Client:
         with gate, self.reactor.lock:
             self._room_watchers.remove(watcher)
 
-    def keeper(self, members: Sequence[Peer], *, snapshot: bool) -> Callable[[memoryview | bytes], Buffer] | None:
+    def keeper(self, members: Sequence[Peer], *, snapshot: bool) -> Keep | None:
         """Return what makes the frames of large arrays for a call of these members; None for frames as usual.
 
         Args:
