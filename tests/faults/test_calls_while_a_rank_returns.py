@@ -31,5 +31,5 @@ def test_a_call_to_a_rank_that_is_on_its_way_back_has_an_outcome(tmp_path: Path)
                 return False
 
         wait_until(back, what="the rank", timeout_s=20)
-    assert len(told) > 3
+    assert told, "no call fell into the time of the rank's return"
     assert all("actor/0" in text or "deadline" in text for text in told), told
