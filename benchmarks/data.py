@@ -15,26 +15,23 @@ pyzmq, DEALER/ROUTER over ipc, ``copy=False``), ``shm``, ``memcpy``.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import mmap
 import multiprocessing
 import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zmq
+from rounds import Figures, parser, show, wanted
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
 SIZES = {"64kb": 1 << 16, "1mb": 1 << 20, "16mb": 1 << 24, "256mb": 1 << 28}
 REPEATS = {"64kb": 100, "1mb": 50, "16mb": 15, "256mb": 3}
 ROWS, TOKENS = 256, 4096
@@ -242,38 +239,14 @@ def seconds(call: Callable[[], Any], count: int) -> float:
     return statistics.median(times)
 
 
-class Results:
-    """Figures by workload and system, with those of the references in the same round."""
+class Results(Figures):
+    """Figures of systems that each tell how long they took."""
 
-    def __init__(self) -> None:
-        self.rows: dict[tuple[str, str, str], list[tuple[float, float | None, float | None]]] = {}
-
-    def add(self, workload: str, unit: str, times: dict[str, float], nbytes: int = 0) -> None:
-        """Take one round: seconds by system."""
-        for system, took in times.items():
-            value = nbytes / took / 1e9 if unit == "GB/s" else took * 1e3
-            ratios = [took / times[name] if name in times else None for name in ("shm", "memcpy")]
-            if unit == "GB/s":
-                ratios = [None if ratio is None else 1 / ratio for ratio in ratios]
-            self.rows.setdefault((workload, system, unit), []).append((value, *ratios))
-
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """Give one object per workload and system."""
-        for (workload, system, unit), rounds in self.rows.items():
-            ratio, limit = (
-                None if rounds[0][column] is None else round(statistics.median(one[column] for one in rounds), 3)  # type: ignore[type-var]  # all or none
-                for column in (1, 2)
-            )
-            median = statistics.median(value for value, _, _ in rounds)
-            yield {
-                "workload": workload,
-                "system": system,
-                "median": round(median, 3),
-                "unit": unit,
-                "ratio": ratio,
-                "limit": limit,
-                "rounds": len(rounds),
-            }
+    def take(self, workload: str, unit: str, times: dict[str, float], nbytes: int = 0) -> None:
+        """Take one round: seconds by system; the reference is ``shm``, the limit ``memcpy``."""
+        values = {name: nbytes / took / 1e9 if unit == "GB/s" else took * 1e3 for name, took in times.items()}
+        for system, value in values.items():
+            self.add(workload, system, unit, value, values.get("shm"), values.get("memcpy"))
 
 
 def run(rounds: int, wanted: Callable[[str], bool]) -> Results:
@@ -305,45 +278,26 @@ def run(rounds: int, wanted: Callable[[str], bool]) -> Results:
                             label: seconds(partial(getattr(one, workload), call), REPEATS[name])
                             for label, one in systems.items()
                         }
-                        results.add(f"{workload}_{name}", "GB/s", {"memcpy": copies[name], **times}, size)
+                        results.take(f"{workload}_{name}", "GB/s", {"memcpy": copies[name], **times}, size)
             if wanted("in_place_256mb"):
                 times = sorted(systems["zbus"].in_place(SIZES["256mb"]) for _ in range(7))
-                results.add("in_place_256mb", "ms", {"memcpy": copies["256mb"], "zbus": times[3]})
+                results.take("in_place_256mb", "ms", {"memcpy": copies["256mb"], "zbus": times[3]})
             if wanted("broadcast_16mb"):
                 times = {label: seconds(partial(one.broadcast, source["16mb"]), 20) for label, one in systems.items()}
-                results.add("broadcast_16mb", "ms", {"memcpy": copies["16mb"], **times})
+                results.take("broadcast_16mb", "ms", {"memcpy": copies["16mb"], **times})
             if wanted("rl_batch"):
                 times = {
                     label: seconds(partial(systems[label].rl_batch, batch), 20)
                     for label in ("shm", "zbus", "zbus-frames")
                 }
-                results.add("rl_batch", "ms", times)
+                results.take("rl_batch", "ms", times)
     return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="comma-separated workloads or prefixes")
-    options = parser.parse_args()
-    chosen = [name for name in options.only.split(",") if name]
-
-    def wanted(workload: str) -> bool:
-        return not chosen or any(workload.startswith(name) for name in chosen)
-
-    results = run(options.rounds, wanted)
-    if not options.json:
-        print(f"{'workload':<18}{'system':<13}{'median':>10} {'unit':<6}{'x shm':>8}{'x memcpy':>10}")
-    for line in results.lines():
-        if options.json:
-            print(json.dumps(line), flush=True)
-        else:
-            ratio, limit = ("" if line[key] is None else f"{line[key]:.2f}" for key in ("ratio", "limit"))
-            print(
-                f"{line['workload']:<18}{line['system']:<13}{line['median']:>10.2f} {line['unit']:<6}"
-                f"{ratio:>8}{limit:>10}"
-            )
+    options = parser(__doc__).parse_args()
+    results = run(options.rounds, wanted(options.only))
+    show(results.lines(), as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -15,24 +15,20 @@ calls, calls/s).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import os
-import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import zmq
+from rounds import Figures, parser, show, wanted
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
 IN_FLIGHT = 128
 
 
@@ -205,31 +201,9 @@ def latencies_async(call: Callable[[], Any], count: int) -> tuple[float, float]:
     return times[count // 2] / 1e3, times[int(count * 0.99)] / 1e3
 
 
-class Results:
-    """Figures by workload and system, with the raw figure of the same round."""
-
-    def __init__(self) -> None:
-        self.rows: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
-
-    def add(self, workload: str, system: str, unit: str, value: float, raw: float) -> None:
-        self.rows.setdefault((workload, system, unit), []).append((value, raw))
-
-    def lines(self) -> Iterator[dict[str, Any]]:
-        for (workload, system, unit), values in self.rows.items():
-            yield {
-                "workload": workload,
-                "system": system,
-                "median": round(statistics.median(value for value, _ in values), 2),
-                "best": round((max if unit == "calls/s" else min)(value for value, _ in values), 2),
-                "unit": unit,
-                "ratio": round(statistics.median(value / raw for value, raw in values), 3),
-                "rounds": len(values),
-            }
-
-
-def run(rounds: int, scale: float, wanted: Callable[[str], bool]) -> Results:
+def run(rounds: int, scale: float, wanted: Callable[[str], bool]) -> Figures:
     """Run all rounds and return the figures."""
-    results = Results()
+    results = Figures()
     count = max(200, int(2000 * scale))
     piped = max(1000, int(10000 * scale))
     with tempfile.TemporaryDirectory(prefix="zb-bench-") as directory, contextlib.ExitStack() as stack:
@@ -281,28 +255,11 @@ def run(rounds: int, scale: float, wanted: Callable[[str], bool]) -> Results:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the number of calls")
-    parser.add_argument("--only", default="", help="comma-separated workloads or prefixes")
-    options = parser.parse_args()
-    chosen = [name for name in options.only.split(",") if name]
-
-    def wanted(workload: str) -> bool:
-        return not chosen or any(workload.startswith(name) for name in chosen)
-
-    results = run(options.rounds, options.scale, wanted)
-    if not options.json:
-        print(f"{'workload':<20}{'system':<8}{'median':>12}{'best':>12} {'unit':<8}{'x raw':>8}")
-    for line in results.lines():
-        if options.json:
-            print(json.dumps(line), flush=True)
-        else:
-            print(
-                f"{line['workload']:<20}{line['system']:<8}{line['median']:>12.1f}{line['best']:>12.1f} "
-                f"{line['unit']:<8}{line['ratio']:>8.2f}"
-            )
+    made = parser(__doc__)
+    made.add_argument("--scale", type=float, default=1.0, help="multiplies the number of calls")
+    options = made.parse_args()
+    results = run(options.rounds, options.scale, wanted(options.only))
+    show(results.lines(), as_json=options.json)
 
 
 if __name__ == "__main__":

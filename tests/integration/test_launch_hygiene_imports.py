@@ -48,6 +48,38 @@ found = {"cpu": usage.ru_utime + usage.ru_stime, "code": code, "modules": list(s
 os.write(saved, json.dumps(found).encode())
 """
 
+ENGINE = """
+import zbus
+
+class Small(zbus.Engine):
+    @zbus.endpoint(zbus.Everywhere(), collect=zbus.PerRank(), effect="pure")
+    def echo(self, value):
+        return value
+"""
+
+# Launches, calls, and tells which heavy packages each process has mapped code of; then sends an array.
+DRIVER = f"""
+import json, os, re, sys
+from pathlib import Path
+from controller import Controller, Role
+
+def mapped(pid):
+    text = Path(f"/proc/{{pid}}/maps").read_text()
+    return [name for name in {HEAVY!r} if f"/site-packages/{{name}}/" in text]
+
+roles = {{"w": Role("engines.py:Small", replicas=2)}}
+with Controller.launch("small", roles, root=sys.argv[1], startup_timeout=float(sys.argv[2])) as bus:
+    answers = bus.group("w").echo([1, 2.5, "x"])
+    pids = [status["pid"] for status in bus.statuses().values()]
+    agent = int(re.search(r"PPid:\\t(\\d+)", Path(f"/proc/{{pids[0]}}/status").read_text())[1])
+    found = {{"answers": answers, "controller": mapped(os.getpid()), "agent": mapped(agent),
+             "ranks": [mapped(pid) for pid in pids]}}
+    import numpy
+    ones = numpy.ones(1 << 20, numpy.uint8)
+    found["array"] = sum(bool((array == ones).all()) for array in bus.group("w").echo(ones))
+print(json.dumps(found))
+"""
+
 
 def probe(module: str, *arguments: str) -> dict:
     """Run a program in a fresh interpreter and return processor seconds, exit code and loaded modules."""
@@ -102,3 +134,15 @@ def test_an_agent_loads_neither_torch_nor_numpy():
     """What an agent and its ranks import before any engine holds no torch and no numpy, and no event loop."""
     for module in ("workers.agent", "workers.worker", "zbus.runtime.host"):
         assert not {*HEAVY, "asyncio"} & set(probe(module)["modules"])
+
+
+def test_no_process_of_a_trial_loads_what_its_engines_do_not_need(tmp_path):
+    """Ranks, agent and controller that exchange small values have mapped neither numpy nor torch."""
+    (tmp_path / "engines.py").write_text(ENGINE)
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(tmp_path), str(scaled(60))], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["ranks"]) == 2
+    assert found == {"answers": [[1, 2.5, "x"]] * 2, "controller": [], "agent": [], "ranks": [[], []], "array": 2}

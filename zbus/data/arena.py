@@ -19,12 +19,9 @@ from zbus.data.pool import Pool, Slot
 from zbus.data.presence import Presence, lives
 from zbus.data.views import keeping
 
-__all__ = ["COLUMNS", "LEDGER", "READER", "ROWS", "SHARED_FROM", "Arena"]
+__all__ = ["COLUMNS", "LEDGER", "READER", "ROWS", "Arena"]
 
 log = logging.getLogger("zbus.data")
-
-SHARED_FROM: Final = 1 << 16
-"""Bytes from which an array goes through shared memory; below, frames are as quick."""
 
 ROWS: Final = 1024
 COLUMNS: Final = 2048

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zbus.codec import Keep
-from zbus.data.lease import Lease
+from zbus.data.lease import SHARED_FROM, Lease
 from zbus.data.presence import Presence, is_token, lives, shared_root, sweep
 from zbus.errors import TransportError
 from zbus.protocol.messages import Buffer, Buffers
@@ -89,7 +89,6 @@ class Courier:
         """
         if not any(map(self.is_near, peers)):
             return None
-        from zbus.data.arena import SHARED_FROM
 
         def keep(data: memoryview | bytes) -> Buffer:
             if len(data) >= SHARED_FROM:
@@ -131,8 +130,6 @@ class Courier:
     def empty(self, shape: Sequence[int] | int, dtype: Any) -> np.ndarray[Any, Any]:
         """Return an array to fill, in shared memory where there is room; see ``Controller.empty``."""
         import numpy as np
-
-        from zbus.data.arena import SHARED_FROM
 
         kind = np.dtype(dtype)
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)

@@ -23,10 +23,12 @@ from typing import TYPE_CHECKING, Any, Final, Self
 if TYPE_CHECKING:
     from zbus.data.arena import Arena
 
-__all__ = ["DESCRIPTOR", "MAGIC", "Lease"]
+__all__ = ["DESCRIPTOR", "MAGIC", "SHARED_FROM", "Lease"]
 
 DESCRIPTOR: Final = struct.Struct("<4sIQQQ")
 MAGIC: Final = b"zshm"
+SHARED_FROM: Final = 1 << 16
+"""Bytes from which an array goes through shared memory; below, frames are as quick."""
 
 
 class Lease(bytes):

@@ -1,0 +1,130 @@
+"""What all benchmarks of this folder share: options, interleaved rounds, figures, and the lines they print.
+
+A figure is one number of one system in one round. A line is what all rounds of one workload and system say together:
+
+``workload``, ``system``, ``unit``
+    What was measured, on what, in what.
+``median``, ``best``
+    Over the rounds. Best is the largest of a rate (a unit per second), else the smallest.
+``ratio``
+    Median of the ratios to the reference of the same round, most often raw pyzmq; null where there is none.
+``limit``
+    The same to what this machine can do at best (a bare interpreter, a copy of memory, a pipe); null as above.
+``rounds``
+    How many rounds there were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Figures", "environment", "parser", "show", "wanted"]
+
+HERE = Path(__file__).resolve().parent
+
+
+class Figures:
+    """Figures by workload and system, in the order in which they first came."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, str, str], list[tuple[float, float | None, float | None]]] = {}
+
+    def add(
+        self,
+        workload: str,
+        system: str,
+        unit: str,
+        value: float,
+        raw: float | None = None,
+        limit: float | None = None,
+    ) -> None:
+        """Take a figure with the reference and the limit of the same round."""
+        ratios = [None if base is None else value / base for base in (raw, limit)]
+        self._rows.setdefault((workload, system, unit), []).append((value, ratios[0], ratios[1]))
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Give one line for each workload and system."""
+        for (workload, system, unit), rounds in self._rows.items():
+            values = [value for value, _, _ in rounds]
+            yield {
+                "workload": workload,
+                "system": system,
+                "median": _short(statistics.median(values)),
+                "best": _short((max if unit.endswith("/s") else min)(values)),
+                "unit": unit,
+                "ratio": _middle(ratio for _, ratio, _ in rounds),
+                "limit": _middle(limit for _, _, limit in rounds),
+                "rounds": len(rounds),
+            }
+
+
+def _middle(values: Iterable[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return _short(statistics.median(found)) if found else None
+
+
+def _short(value: float) -> float:
+    """Return ``value`` with four digits: more would be noise."""
+    if not value or not math.isfinite(value):
+        return value
+    return round(value, max(0, 3 - math.floor(math.log10(abs(value)))))
+
+
+def parser(text: str | None, rounds: int = 5) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks have.
+
+    Args:
+        text: The benchmark's own description.
+        rounds: How many rounds there are where none are asked for.
+    """
+    made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--json", action="store_true", help="print one JSON object per line instead of a table")
+    made.add_argument("--rounds", type=int, default=rounds, help=f"how many rounds [{rounds}]")
+    made.add_argument("--only", default="", metavar="NAMES", help="comma-separated workloads or prefixes of them")
+    return made
+
+
+def wanted(only: str) -> Callable[[str], bool]:
+    """Return what tells whether a workload was asked for by ``--only``."""
+    chosen = [name for name in only.split(",") if name]
+    return lambda workload: not chosen or any(workload.startswith(name) for name in chosen)
+
+
+def show(lines: Iterable[dict[str, Any]], *, as_json: bool) -> None:
+    """Print lines: as JSON objects, or as a table."""
+    if not as_json:
+        print(f"{'workload':<20}{'system':<14}{'median':>11}{'best':>11} {'unit':<8}{'ratio':>8}{'limit':>8}")
+    for line in lines:
+        if as_json:
+            print(json.dumps(line), flush=True)
+            continue
+        ratio, limit = ("" if line[key] is None else f"{line[key]:.2f}" for key in ("ratio", "limit"))
+        print(
+            f"{line['workload']:<20}{line['system']:<14}{line['median']:>11g}{line['best']:>11g} "
+            f"{line['unit']:<8}{ratio:>8}{limit:>8}",
+            flush=True,
+        )
+
+
+def environment(cache: str) -> dict[str, str]:
+    """Return the environment of measured processes: they import from here, and compile each module once.
+
+    Args:
+        cache: Directory of the compiled modules, so that neither the state of the checkout nor a setting of this shell
+            (``PYTHONDONTWRITEBYTECODE``) has every process compile what it imports.
+    """
+    found = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    path = os.pathsep.join(part for part in (str(HERE), found.get("PYTHONPATH", "")) if part)
+    return {**found, "PYTHONPATH": path, "PYTHONPYCACHEPREFIX": cache}
+
+
+if str(HERE) not in sys.path:  # a benchmark that is imported by a test finds its neighbours, too
+    sys.path.insert(0, str(HERE))
