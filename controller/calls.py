@@ -26,6 +26,7 @@ from zbus.trace.tracer import get_tracer
 
 if TYPE_CHECKING:
     from controller.mapping import MapFuture
+    from zbus.data.warm import WarmMemory
 
 __all__ = ["Core", "Method", "View", "encode_calls"]
 
@@ -50,6 +51,16 @@ class Core:
         self.numbers = itertools.count(1)
         self._loads: dict[int, int] = {}
         self._turn = 0
+        self._warm: WarmMemory | None = None
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Any:
+        """Return an array to join answers in. Any thread."""
+        warm = self._warm
+        if warm is None:
+            from zbus.data.warm import WarmMemory  # numpy is imported by the first array, not before
+
+            warm = self._warm = WarmMemory()  # two threads may make two of them: one is kept, both work
+        return warm.empty(shape, dtype)
 
     def choose(self, ranks: Sequence[int]) -> int:
         """Pick the least loaded ready rank, in turn among equals, and count the call; ``release`` undoes it."""
@@ -305,7 +316,8 @@ class Method(Generic[P, T]):
             return _first
         spec = self.spec
         ranks = [self._view.ranks[member] for member in spread.members]
-        return lambda values: cast("T", collect(spec.collect, spread, ranks, values, spec.name))
+        empty = self._view.core.empty
+        return lambda values: cast("T", collect(spec.collect, spread, ranks, values, spec.name, empty=empty))
 
 
 def encode_calls(

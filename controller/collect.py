@@ -6,14 +6,17 @@ numpy and torch are imported only when an answer is theirs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from controller.dispatch import Plan
 from zbus.engine import Collect, Concat, First, PerRank, Same
 from zbus.errors import ConfigError
 
-__all__ = ["CollectError", "collect", "equal"]
+__all__ = ["CollectError", "Empty", "collect", "equal"]
+
+Empty = Callable[[Sequence[int], Any], Any]
+"""Makes an uninitialised numpy array of a shape and a dtype."""
 
 
 class CollectError(ConfigError, ValueError):
@@ -28,7 +31,15 @@ class CollectError(ConfigError, ValueError):
         self.results = dict(results or {})
 
 
-def collect(how: Collect, plan: Plan, ranks: Sequence[int], values: Sequence[Any], method: str = "") -> Any:
+def collect(
+    how: Collect,
+    plan: Plan,
+    ranks: Sequence[int],
+    values: Sequence[Any],
+    method: str = "",
+    *,
+    empty: Empty | None = None,
+) -> Any:
     """Merge the answers of one call.
 
     Args:
@@ -37,6 +48,7 @@ def collect(how: Collect, plan: Plan, ranks: Sequence[int], values: Sequence[Any
         ranks: Rank of each called member, in the order of ``plan.members``.
         values: Their answers, in the same order.
         method: Endpoint name, for messages.
+        empty: Makes the arrays that others are joined in; None: fresh memory.
 
     Raises:
         CollectError: The answers do not fit the declaration; it names the rank and keeps every answer.
@@ -50,7 +62,7 @@ def collect(how: Collect, plan: Plan, ranks: Sequence[int], values: Sequence[Any
             case Same():
                 return _same(ranks, values)
             case Concat():
-                return _concat(plan, ranks, values)
+                return _concat(plan, ranks, values, empty)
     except CollectError as error:
         error.results = dict(zip(ranks, values, strict=True))
         error.message = f"endpoint `{method}`: {error.message}" if method else error.message
@@ -131,12 +143,12 @@ def _short(value: Any, limit: int = 60) -> str:
 # -- concat ----------------------------------------------------------------------------------------------------------
 
 
-def _concat(plan: Plan, ranks: Sequence[int], values: Sequence[Any]) -> Any:
+def _concat(plan: Plan, ranks: Sequence[int], values: Sequence[Any], empty: Empty | None) -> Any:
     heads = plan.heads or tuple(range(len(values)))
     parts = [values[head] for head in heads]
     names = [ranks[head] for head in heads]
     if plan.shares is None:
-        return _join(parts, names, None, "")
+        return _join(parts, names, None, "", empty)
     full = [number for number, items in enumerate(plan.shares) if len(items)]
     for number, part in enumerate(parts):
         if number not in full and not _is_empty(part):
@@ -144,7 +156,7 @@ def _concat(plan: Plan, ranks: Sequence[int], values: Sequence[Any]) -> Any:
             raise CollectError(msg, hint="answer an empty list for an empty share, or declare collect=PerRank()")
     if not full:
         return parts[0]
-    return _join([parts[n] for n in full], [names[n] for n in full], [plan.shares[n] for n in full], "")
+    return _join([parts[n] for n in full], [names[n] for n in full], [plan.shares[n] for n in full], "", empty)
 
 
 def _is_empty(value: Any) -> bool:
@@ -155,7 +167,13 @@ def _is_empty(value: Any) -> bool:
     return value is None or (_library(value) != "" and len(value.shape) > 0 and value.shape[0] == 0)
 
 
-def _join(parts: Sequence[Any], ranks: Sequence[int], shares: Sequence[Sequence[int]] | None, path: str) -> Any:
+def _join(
+    parts: Sequence[Any],
+    ranks: Sequence[int],
+    shares: Sequence[Sequence[int]] | None,
+    path: str,
+    empty: Empty | None,
+) -> Any:
     """Join one answer, or one column of it; ``shares`` None keeps rank order."""
     where = f" in {path}" if path else ""
     kinds = {_kind(part) for part in parts}
@@ -167,7 +185,7 @@ def _join(parts: Sequence[Any], ranks: Sequence[int], shares: Sequence[Sequence[
     if kind == "none":
         return None
     if kind == "dict":
-        return _join_dicts(parts, ranks, shares, path)
+        return _join_dicts(parts, ranks, shares, path, empty)
     if kind == "other":
         msg = f"Concat cannot join{where} {_short(parts[0])} ({type(parts[0]).__name__}), which holds no items"
         raise CollectError(msg, hint="answer one entry per item, or declare collect=PerRank()")
@@ -176,18 +194,22 @@ def _join(parts: Sequence[Any], ranks: Sequence[int], shares: Sequence[Sequence[
         joined = [item for part in parts for item in part]
         ordered = joined if order is None else [joined[i] for i in order]
         return ordered if kind == "list" else tuple(ordered)
-    return _join_arrays(kind, parts, ranks, order, where)
+    return _join_arrays(kind, parts, ranks, order, where, empty)
 
 
 def _join_dicts(
-    parts: Sequence[dict[Any, Any]], ranks: Sequence[int], shares: Sequence[Sequence[int]] | None, path: str
+    parts: Sequence[dict[Any, Any]],
+    ranks: Sequence[int],
+    shares: Sequence[Sequence[int]] | None,
+    path: str,
+    empty: Empty | None,
 ) -> dict[Any, Any]:
     for rank, part in zip(ranks, parts, strict=True):
         if part.keys() != parts[0].keys():
             odd = ", ".join(repr(key) for key in part.keys() ^ parts[0].keys())
             msg = f"Concat cannot join dicts: the keys of rank {rank} differ from those of rank {ranks[0]}: {odd}"
             raise CollectError(msg)
-    return {key: _join([part[key] for part in parts], ranks, shares, f"{path}[{key!r}]") for key in parts[0]}
+    return {key: _join([part[key] for part in parts], ranks, shares, f"{path}[{key!r}]", empty) for key in parts[0]}
 
 
 def _order(
@@ -211,21 +233,66 @@ def _order(
     return [position * int(each) + k for position in source for k in range(int(each))]
 
 
-def _join_arrays(kind: str, parts: Sequence[Any], ranks: Sequence[int], order: list[int] | None, where: str) -> Any:
+def _join_arrays(
+    kind: str,
+    parts: Sequence[Any],
+    ranks: Sequence[int],
+    order: list[int] | None,
+    where: str,
+    empty: Empty | None,
+) -> Any:
     shapes = {tuple(part.shape[1:]) for part in parts}
     if len(shapes) > 1:
         told = ", ".join(f"rank {rank} {tuple(part.shape)}" for rank, part in zip(ranks, parts, strict=True))
         msg = f"Concat cannot join arrays of different shape{where}: {told}"
         raise CollectError(msg, hint="pad them to one length, or answer a list with one array per item")
-    if kind == "torch":
-        import torch
+    return _join_tensors(parts, order, empty) if kind == "torch" else _join_numpy(parts, order, empty)
 
-        joined = torch.cat(list(parts))
-    else:
-        import numpy as np
 
+def _join_numpy(parts: Sequence[Any], order: list[int] | None, empty: Empty | None) -> Any:
+    import numpy as np
+
+    if any(type(part) is not np.ndarray or part.dtype != parts[0].dtype for part in parts):
         joined = np.concatenate(list(parts))
-    return joined if order is None else joined[order]
+        return joined if order is None else joined[order]
+    rows = sum(map(len, parts))
+    joined = (empty or np.empty)((rows, *parts[0].shape[1:]), parts[0].dtype)
+    if order is None:
+        return np.concatenate(list(parts), out=joined)
+    goes = np.empty(rows, np.intp)
+    goes[order] = np.arange(rows)
+    for part, places in _placed(parts, goes):
+        joined[places] = part
+    return joined
+
+
+def _join_tensors(parts: Sequence[Any], order: list[int] | None, empty: Empty | None) -> Any:
+    import torch
+
+    first = parts[0]
+    plain = all(type(part) is torch.Tensor and part.dtype == first.dtype for part in parts)
+    rows = sum(map(len, parts))
+    nbytes = rows * math.prod(first.shape[1:]) * first.element_size()
+    if empty is None or not plain or not nbytes:
+        joined = torch.cat(list(parts))
+        return joined if order is None else joined[order]
+    memory = torch.from_numpy(empty((nbytes,), "u1"))
+    joined = memory.view(first.dtype).reshape(rows, *first.shape[1:])
+    if order is None:
+        return torch.cat(list(parts), out=joined)
+    goes = torch.empty(rows, dtype=torch.int64)
+    goes[torch.tensor(order)] = torch.arange(rows)
+    for part, places in _placed(parts, goes):
+        joined[places] = part
+    return joined
+
+
+def _placed(parts: Sequence[Any], goes: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each part with the rows of the joined array that are its own."""
+    at = 0
+    for part in parts:
+        yield part, goes[at : at + len(part)]
+        at += len(part)
 
 
 def _kind(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import errno
 import logging
 import mmap
@@ -14,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from zbus.data.lease import DESCRIPTOR, MAGIC, Lease
+from zbus.data.lease import Lease
 from zbus.data.pool import Pool, Slot
 from zbus.data.presence import Presence, lives
 from zbus.data.views import keeping
@@ -31,6 +32,9 @@ READER: Final = "reader."
 
 _IDLE_NS: Final = 60_000_000_000
 """Slots unused for so long are given back to the system."""
+
+_LOOK_NS: Final = 1_000_000_000
+"""How often is looked for them."""
 
 _OWNER: Final = 0
 """The column in which the owner writes a slot's current generation."""
@@ -109,7 +113,9 @@ class Arena:
         self._columns: dict[str, int] = {}
         self._free_columns = list(range(COLUMNS - 1, _OWNER, -1))
         self._dropped: deque[tuple[int, int]] = deque()
-        self._reserved: dict[int, tuple[int, int]] = {}  # by address: row, generation
+        self._reserved: dict[int, tuple[int, int, int]] = {}  # by address: row, generation, bytes
+        self._reserved_at: list[int] = []  # the addresses, sorted
+        self._looked_ns = 0
         self._warned = False
         self.refused = 0
 
@@ -129,7 +135,7 @@ class Arena:
             return None
         slot, memory = taken
         np.copyto(memory[: source.nbytes], source)  # without the interpreter's lock
-        return self._lease(slot, source.nbytes)
+        return Lease(self, slot.row, slot.birth, slot.generation, 0, source.nbytes)
 
     def reserve(self, nbytes: int) -> np.ndarray[Any, Any] | None:
         """Return memory of a slot to fill, for as long as any view of it lives; None if there is no room."""
@@ -137,24 +143,31 @@ class Arena:
         if taken is None:
             return None
         slot, memory = taken
-        self._reserved[_address(memory)] = (slot.row, slot.generation)
-        return keeping(self._maps[slot.row], nbytes, self._lease(slot, nbytes))
+        address = _address(memory)
+        with self._lock:
+            if address not in self._reserved:
+                bisect.insort(self._reserved_at, address)
+            self._reserved[address] = (slot.row, slot.generation, nbytes)
+        lease = Lease(self, slot.row, slot.birth, slot.generation, 0, nbytes)
+        return keeping(self._maps[slot.row], nbytes, lease)
 
     def _lend_in_place(self, source: np.ndarray[Any, Any]) -> Lease | None:
-        """Return one more lease of reserved memory, if this is some, from its start."""
+        """Return one more lease of reserved memory, if these bytes are a part of some."""
         address = _address(source)
         with self._lock:
-            row, generation = self._reserved.get(address, (-1, 0))
+            index = bisect.bisect_right(self._reserved_at, address) - 1
+            if index < 0:
+                return None
+            begin = self._reserved_at[index]
+            row, generation, nbytes = self._reserved[begin]
             slot = self._pool.slots.get(row)
             if slot is None or slot.generation != generation:
-                self._reserved.pop(address, None)
+                del self._reserved[begin], self._reserved_at[index]
+                return None
+            if address + source.nbytes > begin + nbytes:
                 return None
             slot.leases += 1
-            return self._lease(slot, source.nbytes)
-
-    def _lease(self, slot: Slot, nbytes: int) -> Lease:
-        text = DESCRIPTOR.pack(MAGIC, slot.row, slot.birth, slot.generation, nbytes)
-        return Lease(text, nbytes, self, slot.row, slot.generation)
+            return Lease(self, row, slot.birth, generation, address - begin, source.nbytes)
 
     def _take(self, nbytes: int) -> tuple[Slot, np.ndarray[Any, Any]] | None:
         """Return a slot to fill, with one lease that nobody holds yet."""
@@ -167,8 +180,10 @@ class Arena:
                 slot = pool.take(nbytes, now)
             if slot is None:
                 slot = self._make(nbytes)
-            for idle in pool.idle(now - _IDLE_NS):
-                self._remove(pool.forget(idle))
+            if now - self._looked_ns > _LOOK_NS:
+                self._looked_ns = now
+                for idle in pool.idle(now - _IDLE_NS):
+                    self._remove(pool.forget(idle))
             if slot is None:
                 self._refuse(nbytes)
                 return None
@@ -192,7 +207,7 @@ class Arena:
 
     def view(self, lease: Lease) -> memoryview:
         """Return the bytes of a lease of ours, read-only; the lease lives as long as they do."""
-        return keeping(self._maps[lease.row], lease.nbytes, lease).data.toreadonly()
+        return keeping(self._maps[lease.row], lease.nbytes, lease, lease.offset).data.toreadonly()
 
     def dropped(self, row: int, generation: int) -> None:
         """A lease is gone. From any thread, also out of the garbage collector, so it takes no lock."""

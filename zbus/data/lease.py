@@ -7,10 +7,11 @@ offset type   meaning
 4      u32    row of the slot
 8      u64    birth: which file of that row
 16     u64    generation: which lending
-24     u64    bytes of the array, from the start of the slot
+24     u64    where the array begins in the slot, bytes
+32     u64    bytes of the array
 ====== ====== =====================================================================
 
-Little endian, 32 bytes. The codec never makes a buffer frame that short (smaller arrays stand in the body), so a frame
+Little endian, 40 bytes. The codec never makes a buffer frame that short (smaller arrays stand in the body), so a frame
 of this length is one of these or an error. Whose slot it is, the frame does not say: each side opens only what its peer
 named in the handshake.
 """
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DESCRIPTOR", "MAGIC", "SHARED_FROM", "Lease"]
 
-DESCRIPTOR: Final = struct.Struct("<4sIQQQ")
+DESCRIPTOR: Final = struct.Struct("<4sIQQQQ")
 MAGIC: Final = b"zshm"
 SHARED_FROM: Final = 1 << 16
 """Bytes from which an array goes through shared memory; below, frames are as quick."""
@@ -34,15 +35,16 @@ SHARED_FROM: Final = 1 << 16
 class Lease(bytes):
     """The frame, on its owner's side. Whoever may send it again keeps it; with the last one, the lease ends."""
 
-    nbytes: int
     arena: Arena
     row: int
     generation: int
+    offset: int
+    nbytes: int
 
-    def __new__(cls, text: bytes, nbytes: int, arena: Arena, row: int, generation: int) -> Self:
-        """Make the frame; ``nbytes`` is the size of what it names."""
-        made = super().__new__(cls, text)
-        made.nbytes, made.arena, made.row, made.generation = nbytes, arena, row, generation
+    def __new__(cls, arena: Arena, row: int, birth: int, generation: int, offset: int, nbytes: int) -> Self:
+        """Make the frame that names ``nbytes`` of a slot from ``offset`` on."""
+        made = super().__new__(cls, DESCRIPTOR.pack(MAGIC, row, birth, generation, offset, nbytes))
+        made.arena, made.row, made.generation, made.offset, made.nbytes = arena, row, generation, offset, nbytes
         return made
 
     def __del__(self) -> None:

@@ -35,6 +35,7 @@ class Lent(np.ndarray[Any, Any]):
     """Bytes of somebody else's slot, read-only. The slot is given back when this and all views of it are gone."""
 
     source: _Source | None = None
+    offset: int = 0
 
     def private(self) -> memoryview:
         """Return the same bytes in memory that is writable and nobody else's; the slot stays lent meanwhile."""
@@ -45,12 +46,19 @@ class Lent(np.ndarray[Any, Any]):
             descriptor = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # its owner has ended since; the mapping of this object is still good
             return memoryview(bytearray(self))
+        within = self.offset % mmap.ALLOCATIONGRANULARITY
         try:
-            mapped = mmap.mmap(descriptor, self.nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+            mapped = mmap.mmap(
+                descriptor,
+                within + self.nbytes,
+                mmap.MAP_PRIVATE,
+                mmap.PROT_READ | mmap.PROT_WRITE,
+                offset=self.offset - within,
+            )
         finally:
             os.close(descriptor)
         # Pages not written to are still the owner's: they must stay lent as long as this memory lives.
-        return keeping(mapped, self.nbytes, self).data
+        return keeping(mapped, self.nbytes, self, within).data
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +121,7 @@ class Loans:
         Raises:
             CodecError: It names nothing that is lent to us now.
         """
-        magic, row, birth, generation, nbytes = DESCRIPTOR.unpack(frame)
+        magic, row, birth, generation, offset, nbytes = DESCRIPTOR.unpack(frame)
         if magic != MAGIC or row >= ROWS:
             msg = "a frame came that names no array"
             raise CodecError(msg)
@@ -128,12 +136,16 @@ class Loans:
                 raise CodecError(msg) from error
             lent = None
             if source is not None:
-                lent = Lent((min(nbytes, len(source.memory)),), np.uint8, source.memory)  # see ``keeping``
-                lent.source = source
+                fits = offset + nbytes <= len(source.memory)
+                lent = Lent((nbytes if fits else 0,), np.uint8, source.memory, offset if fits else 0)  # see ``keeping``
+                lent.source, lent.offset = source, offset
                 weakref.finalize(lent, self._finished, owner, row).atexit = False
         self._drain()
-        if lent is None or lent.nbytes != nbytes:
+        if lent is None:
             msg = f"an array in shared memory of process {owner} came too late: its place is used again"
+            raise CodecError(msg)
+        if lent.nbytes != nbytes:
+            msg = f"a frame of process {owner} names bytes {offset:,} to {offset + nbytes:,} of a smaller place"
             raise CodecError(msg)
         return lent
 

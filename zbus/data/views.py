@@ -10,13 +10,13 @@ import numpy as np
 __all__ = ["keeping"]
 
 
-def keeping(memory: mmap.mmap, nbytes: int, keeps: object) -> np.ndarray[Any, Any]:
-    """Return the first bytes of mapped memory as an array that keeps an object alive, and so do all views of it.
+def keeping(memory: mmap.mmap, nbytes: int, keeps: object, offset: int = 0) -> np.ndarray[Any, Any]:
+    """Return bytes of mapped memory as an array that keeps an object alive, and so do all views of it.
 
     It must stand directly on the mapping: numpy takes arrays of its own class out of the chain of bases of a view, and
     with one in between it would take this out too.
     """
-    made = _Keeping((nbytes,), np.uint8, memory)
+    made = _Keeping((nbytes,), np.uint8, memory, offset)
     made.keeps = keeps
     return made
 

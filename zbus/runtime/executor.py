@@ -278,11 +278,10 @@ class Executor:
             return
         decoded = time.monotonic_ns()
         if request.calls == 1:
-            method, args, kwargs = calls[0]
             deadline_ns = request.deadline_ns
             late = self._unwanted or (deadline_ns is not None and decoded >= deadline_ns)
             if not late or not self._refused(request, 0, decoded):
-                self._run_one(request, 0, method, args, kwargs, started, decoded)
+                self._run_one(request, 0, calls, started, decoded)
         else:
             self._run_batch(request, calls, started, decoded)
         if self._unwanted:
@@ -294,14 +293,14 @@ class Executor:
         held = None if holding is None else holding.hold(request)
         poisoned = False
         flushed = decoded
-        for index, (method, args, kwargs) in enumerate(calls):
+        for index in range(len(calls)):
             if poisoned:
                 self._answers.finish(request, index, Kind.FAILURE, Status.PREDECESSOR, ())
                 continue
             if self._refused(request, index, decoded):
                 poisoned = request.strict
                 continue
-            ok = self._run_one(request, index, method, args, kwargs, started, decoded, held)
+            ok = self._run_one(request, index, calls, started, decoded, held)
             poisoned = request.strict and not ok
             started = decoded = time.monotonic_ns()
             if holding is not None and (started - flushed > _HOLD_NS or index % _HOLD_CALLS == _HOLD_CALLS - 1):
@@ -321,11 +320,13 @@ class Executor:
         return False
 
     def _run_one(  # private, one caller, hot path
-        self, request: Execute, index: int, method: Any, args: Any, kwargs: Any, started: int, decoded: int,
+        self, request: Execute, index: int, calls: list[Any], started: int, decoded: int,
         held: deque[bytes] | None = None,
     ) -> bool:  # fmt: skip
         seq = request.seq + index
         key = threading.get_ident()
+        method, args, kwargs = calls[index]
+        calls[index] = None
         running[key] = CurrentCall(self, request, method, seq, decoded)
         marks = self._marks(request)
         try:
@@ -342,6 +343,8 @@ class Executor:
             marks.end(seq)
             ended = time.monotonic_ns()
             frames = self._encode(request, value)
+            # What it was called with goes before the caller hears of it: memory of this host can be used again at once.
+            value = args = kwargs = None
             marks.answered(seq, frames)
         except BaseException as error:  # whatever a method raises is its call's outcome  # noqa: BLE001
             self._fail(request, index, method, error, started, decoded)
@@ -417,21 +420,23 @@ class Executor:
             return
         decoded = time.monotonic_ns()
         poisoned = False
-        for index, (method, args, kwargs) in enumerate(calls):
+        for index in range(len(calls)):
             if poisoned:
                 self._answers.finish(request, index, Kind.FAILURE, Status.PREDECESSOR, ())
                 continue
             if self._refused(request, index, decoded):
                 poisoned = request.strict
                 continue
-            ok = await self._run_one_async(request, index, method, args, kwargs, started, decoded)
+            ok = await self._run_one_async(request, index, calls, started, decoded)
             poisoned = request.strict and not ok
             started = decoded = time.monotonic_ns()
 
     async def _run_one_async(  # private, one caller
-        self, request: Execute, index: int, method: Any, args: Any, kwargs: Any, started: int, decoded: int
+        self, request: Execute, index: int, calls: list[Any], started: int, decoded: int
     ) -> bool:
         seq = request.seq + index
+        method, args, kwargs = calls[index]
+        calls[index] = None
         call = CurrentCall(self, request, method, seq, decoded)
         running[id(call)] = call
         task_call.set(call)
@@ -455,6 +460,7 @@ class Executor:
                 marks.end(seq)
             ended = time.monotonic_ns()
             frames = self._encode(request, value)
+            value = args = kwargs = None  # as in _run_one
             marks.answered(seq, frames)
         except BaseException as error:  # as in _run_one; a cancel is an outcome too  # noqa: BLE001
             self._fail(request, index, method, error, started, decoded)
@@ -535,14 +541,14 @@ class Executor:
             if len(frames) > 1 and self._arrays is not None:
                 frames = self._arrays.opened(frames, request.session)
             calls = decode_calls(frames)
-            if len(calls) != request.calls or any(len(call) != 3 for call in calls):  # [method, args, kwargs]
-                msg = f"a request of {request.calls} calls holds {len(calls)}"
+            if type(calls) is not list or len(calls) != request.calls or any(len(call) != 3 for call in calls):
+                msg = f"a request of {request.calls} calls holds {len(calls)}"  # or none: [[method, args, kwargs], …]
                 raise ValueError(msg)
         except Exception as error:  # a body that is not one: the caller's fault, told to the caller  # noqa: BLE001
             for index in range(request.calls):
                 self._fail(request, index, "?", error, time.monotonic_ns(), 0)
             return None
-        return calls  # type: ignore[no-any-return]  # a list, or its parts could not be told
+        return calls
 
     def _encode(self, request: Execute, value: Any) -> list[Buffer]:
         """Return the frames of an answer; arrays in it may change afterwards."""

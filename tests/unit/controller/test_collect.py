@@ -173,3 +173,38 @@ def test_low_precision_tensors_compare():
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         tensor = torch.tensor([1.0, float("nan")]).to(dtype)
         assert equal(tensor, tensor.clone())
+
+
+@pytest.mark.parametrize("shares", [([0, 3, 5], [1, 2, 4]), (range(3), range(3, 6)), (range(6), range(6, 6))])
+@pytest.mark.parametrize("each", [1, 2])
+def test_joined_arrays_take_the_memory_that_is_given(shares, each):
+    """Rows are copied once, to their places in memory of the caller's choice, whatever their order and kind."""
+    asked = []
+
+    def empty(shape, dtype):
+        asked.append(np.full(shape, 77, dtype))
+        return asked[-1]
+
+    rows = np.arange(6 * each * 5, dtype=np.float32).reshape(6 * each, 5)
+    parts = [np.concatenate([rows[i * each : (i + 1) * each] for i in share] or [rows[:0]]) for share in shares]
+    plan = split_plan(*shares)
+    joined = collect(Concat(), plan, range(2), parts, empty=empty)
+    assert np.array_equal(joined, rows)
+    assert joined is asked[0]
+    for kind in (torch.float32, torch.bfloat16, torch.bool):
+        tensors = [torch.from_numpy(part).to(kind) for part in parts]
+        joined = collect(Concat(), plan, range(2), tensors, empty=empty)
+        assert joined.dtype == kind
+        assert torch.equal(joined, torch.from_numpy(rows).to(kind))
+        assert joined.data_ptr() == asked[-1].ctypes.data
+
+
+def test_joined_arrays_of_several_dtypes_are_promoted_as_ever():
+    """Where there is no one dtype the library decides."""
+    plan = split_plan([1], [0])
+    joined = collect(Concat(), plan, range(2), [np.zeros(1, np.float32), np.ones(1, np.int64)], empty=np.empty)
+    assert (joined.dtype, joined.tolist()) == (np.float64, [1.0, 0.0])
+    tensor = collect(Concat(), plan, range(2), [torch.zeros(1), torch.ones(1, dtype=torch.int64)], empty=np.empty)
+    assert tensor.tolist() == [1.0, 0.0]
+    masked = np.ma.masked_array([1.0], [True])
+    assert len(collect(Concat(), plan, range(2), [masked, masked], empty=np.empty)) == 2

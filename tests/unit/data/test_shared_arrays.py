@@ -119,7 +119,17 @@ def test_what_comes_late_is_refused_and_never_misread(courier, root):
 
 @pytest.mark.parametrize(
     "numbers",
-    [(0, 0, 0, 0), (5, 1, 1, SIZE), (1 << 31, 1, 1, SIZE), (0, 2, 1, SIZE), (0, 1, 9, SIZE), (0, 1, 1, 1 << 40)],
+    [
+        (0, 0, 0, 0, 0),
+        (5, 1, 1, 0, SIZE),
+        (1 << 31, 1, 1, 0, SIZE),
+        (0, 2, 1, 0, SIZE),
+        (0, 1, 9, 0, SIZE),
+        (0, 1, 1, 0, 1 << 40),
+        (0, 1, 1, SIZE, SIZE),
+        (0, 1, 1, 1 << 63, 1 << 63),
+        (0, 1, 1, (1 << 64) - 1, 1),
+    ],
 )
 def test_a_name_of_nothing_is_an_error(courier, root, numbers):
     """What names no slot, no generation of it, or more bytes than it has, is refused."""
@@ -132,7 +142,7 @@ def test_a_name_of_nothing_is_an_error(courier, root, numbers):
 def test_a_short_frame_that_is_no_name_is_left_to_the_decoder(courier, root):
     """Frames that do not begin as a name does are none of ours."""
     with reading(root) as reader:
-        for junk in (bytes(32), b"z", b"zshm", b"zshm" + bytes(29)):
+        for junk in (bytes(40), b"z", b"zshm", b"zshm" + bytes(37)):
             assert reader.open(junk, courier.token) == digest(junk)
 
 
@@ -325,3 +335,58 @@ def test_an_owner_that_is_gone_leaves_readers_what_they_have(root):
     finally:
         owner.leave()
         reader.leave()
+
+
+def test_any_part_of_reserved_memory_is_lent_where_it_stands(courier, root):
+    """Rows of an array that was made to be sent take no slot of their own; each reader gets its rows and no others."""
+    with reading(root) as one, reading(root) as two:
+        array = courier.empty((64, 8192), np.int64)
+        array[:] = np.arange(array.size).reshape(array.shape)
+        parts = [array[:16], array[16:40], array[40:], array[3:4]]
+        frames = [
+            lend(courier, one if number % 2 else two, part.reshape(-1).view(np.uint8))
+            for number, part in enumerate(parts)
+        ]
+        assert len(files(courier, root)) == 1
+        for number, (part, frame) in enumerate(zip(parts, frames, strict=True)):
+            assert (one if number % 2 else two).open(frame, courier.token) == digest(part)
+        del array, parts, part, frame, frames
+        assert courier.statistics()["shared_lent_bytes"], "the readers have it open"
+        one.ask("drop")
+        two.ask("drop")
+        assert courier.statistics()["shared_lent_bytes"] == 0
+
+
+def test_what_stands_beyond_reserved_memory_is_copied(courier, root):
+    """Memory of an array that is gone, or of another behind it, is not taken for a part of it."""
+    with reading(root) as reader:
+        gone = courier.empty(SIZE, np.uint8)
+        gone[:] = 1
+        del gone
+        data = np.full(SIZE, 7, np.uint8)
+        frame = lend(courier, reader, data)
+        again = courier.empty(SIZE, np.uint8)
+        again[:] = 9
+        assert reader.open(frame, courier.token) == digest(data)
+        assert reader.open(lend(courier, reader, again[1 << 19 :]), courier.token) == digest(again[1 << 19 :])
+        assert len(files(courier, root)) == 2
+
+
+def test_a_private_part_begins_where_it_should(root, courier):
+    """Writable memory of a part that begins amid a page holds that part."""
+    other = Courier.enter(64 << 20, root)
+    try:
+        array = courier.empty(8 << 20, np.uint8)
+        array[:] = np.random.default_rng(5).integers(0, 256, array.size, np.uint8)
+        part = array[12345 : 12345 + (4 << 20)]
+        keep = courier.keeper([other.token], snapshot=True)
+        frames = courier.addressed([b"", keep(memoryview(part))], other.token)
+        (_, lent) = other.opened([b"", bytes(frames[1])], courier.token)
+        private = lent.obj.private()
+        assert bytes(private) == part.tobytes()
+        private[0] ^= 1
+        assert bytes(lent) == part.tobytes()
+        assert bytes(courier.in_full(frames)[1]) == part.tobytes()
+        del lent, private
+    finally:
+        other.leave()

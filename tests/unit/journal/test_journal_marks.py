@@ -165,6 +165,34 @@ def test_what_is_never_called_is_never_marked(executor: Executor, bad: Execute) 
     assert story == [("finish", 4, "APP_ERROR")]
 
 
+@pytest.mark.parametrize("body", [(["add", [1], {}],), {"add": 1}, {"abc"}, "abc", [None], [["add", [1]]], [3]])
+def test_what_is_no_list_of_calls_is_answered_and_never_run(executor: Executor, body: Any) -> None:
+    """A request that holds something else than calls costs its sender an answer, and nobody anything more."""
+    executor.run_main(Execute(SESSION, "main", 4, 1, encode(body), None, 0, False, 1, 0))
+    assert story == [("finish", 4, "APP_ERROR")]
+
+
+class Argument:
+    """Says when it goes."""
+
+    def __del__(self) -> None:
+        story.append(("gone",))
+
+
+@pytest.mark.parametrize("lane", ["main", "gen"])
+def test_arguments_go_before_the_caller_hears_of_the_end(
+    executor: Executor, lane: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is answered finds the memory of what it sent free again."""
+    method = "add" if lane == "main" else "sync_there"
+    given = request((method, ()), lane=lane)
+    monkeypatch.setattr("zbus.runtime.executor.decode_calls", lambda _: [[method, [], {"given": Argument()}]])
+    monkeypatch.setitem(executor._functions, method, lambda given: None)
+    (executor.run_main if lane == "main" else executor.dispatch)(given)
+    wait_until(lambda: story and story[-1][0] == "finish", what="the end of the call")
+    assert story.index(("gone",)) < story.index(("finish", 4, "OK"))
+
+
 def test_each_call_of_a_batch_has_its_own_marks(executor: Executor) -> None:
     """In a strict batch the calls after a failure have none."""
     executor.run_main(request(("add", (1,)), ("bad", ()), ("add", (2,)), strict=True))
