@@ -12,6 +12,7 @@ from zbus.errors import ConfigError
 
 __all__ = [
     "MIN_LIBZMQ",
+    "MOST_DATA_PEERS",
     "PROFILES",
     "Limits",
     "Profile",
@@ -84,7 +85,8 @@ _NETWORK: Final = (
 PROFILES: Final[dict[Purpose, Profile]] = {
     "main": Profile(max_frame=4 * _GIB, high_water=100_000, heartbeat_every=10_000, heartbeat_timeout=120_000),
     "ctl": Profile(max_frame=64 * _MIB, high_water=100_000, heartbeat_every=2_000, heartbeat_timeout=10_000),
-    "data": Profile(max_frame=4 * _GIB, high_water=10_000, heartbeat_every=10_000, heartbeat_timeout=120_000),
+    # Parts of at most 4 MiB. Those that libzmq queues for a peer pin the memory they are read from: few, therefore.
+    "data": Profile(max_frame=16 * _MIB, high_water=64, heartbeat_every=10_000, heartbeat_timeout=120_000),
     "discovery": Profile(max_frame=_MIB, high_water=10_000, heartbeat_every=2_000, heartbeat_timeout=10_000),
 }
 """One profile per purpose."""
@@ -95,8 +97,12 @@ _SOCKETS_PER_PEER: Final = 2 * 3
 _DESCRIPTORS_PER_PEER: Final = 2 * 5
 # A controller asks its agents to stop, and may have a few connections to replaced incarnations that are not closed yet.
 _OTHER_PEERS: Final = 16
-_OWN_SOCKETS: Final = 64 + _OTHER_PEERS * _SOCKETS_PER_PEER
-_OWN_DESCRIPTORS: Final = 128 + _OTHER_PEERS * _DESCRIPTORS_PER_PEER
+# `data` is connected on first use, and only to so many peers at once (`bulk`): 3 sockets and 5 descriptors as above.
+MOST_DATA_PEERS: Final = 64
+"""Owners of bulk data that a process is connected to at once."""
+
+_OWN_SOCKETS: Final = 64 + _OTHER_PEERS * _SOCKETS_PER_PEER + MOST_DATA_PEERS * 3
+_OWN_DESCRIPTORS: Final = 128 + _OTHER_PEERS * _DESCRIPTORS_PER_PEER + MOST_DATA_PEERS * 5
 
 
 @dataclass(frozen=True, slots=True)
