@@ -164,7 +164,8 @@ def bare_s(directory: str, workers: int) -> float:
     """Return the seconds of as many bare interpreters, started together."""
     began = time.perf_counter()
     env = environment(f"{directory}/pyc")
-    processes = [subprocess.Popen([sys.executable, "-c", ""], env=env) for _ in range(workers)]
+    command = [sys.executable, "-c", ""]
+    processes = [subprocess.Popen(command, env=env, start_new_session=True) for _ in range(workers)]
     for process in processes:
         process.wait()
     return time.perf_counter() - began
@@ -184,7 +185,8 @@ def raw(directory: str, workers: int, modules: Sequence[str] = ()) -> Iterator[t
         for number in range(workers):
             endpoint = f"ipc://{directory}/raw{number}"
             command = [sys.executable, "-c", RAW, endpoint, *modules]
-            processes.append(subprocess.Popen(command, env=env))
+            # A session each, as agents and ranks have: some schedulers share the processor out among sessions first.
+            processes.append(subprocess.Popen(command, env=env, start_new_session=True))
             socket = context.socket(zmq.DEALER)
             socket.setsockopt(zmq.RECONNECT_IVL, 5)
             socket.connect(endpoint)

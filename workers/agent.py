@@ -17,11 +17,13 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
+import msgspec
+
 from workers import spawn
+from workers.arrivals import Arrivals
 from workers.background import Background
 from workers.claims import Claimant, claim_ranks, claim_start
 from workers.control import AgentControl
@@ -52,7 +54,7 @@ from workers.watch import Ended, ProcessTable, kill_children
 from zbus import failpoints
 from zbus.config import TrialDir, parse_duration
 from zbus.data.presence import shared_root, sweep
-from zbus.errors import ConfigError, RegistryError, StartupError, TransportError, ZbusError
+from zbus.errors import ConfigError, StartupError, TransportError, ZbusError
 from zbus.registry.identity import pid_space
 from zbus.registry.records import AgentRecord, JobRecord, RankClaim
 from zbus.runtime.journal import journal_file
@@ -76,9 +78,6 @@ EXIT_TERMINATED: Final = 143
 _ORPHAN_GRACE_S: Final = 1.0
 _TICK_S: Final = 1.0
 _DRAIN_S: Final = 5.0
-_HINTS_S: Final = (0.05, 0.5, 1.0)
-"""When a new rank is hinted at: it takes that long to publish its record, and a look gives up after half a second."""
-_VOUCH_S: Final = 0.2
 _NS: Final = 1_000_000_000
 _SHORTAGES: Final = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
@@ -88,8 +87,7 @@ _SHORTAGES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentConfig:
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent is told by its command line.
 
     Attributes:
@@ -150,6 +148,7 @@ class Agent:
         self._processes = ProcessTable(self._loop, self._on_exit)
         self._background = Background(self._crashed)
         self._lease = LeaseWord.make()
+        self._arrivals = Arrivals(self._background)
         self._place = Place(
             trial=self._trial,
             role=config.role,
@@ -161,6 +160,7 @@ class Agent:
             worker_command=config.worker_command,
             lease=self._lease,
             lease_ttl_s=config.lease_ttl_s,
+            published_fd=self._arrivals.fileno(),
         )
         self._starter = RankStarter(
             self._place,
@@ -196,6 +196,7 @@ class Agent:
         with self._loop.signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)):
             if self._starter.template is not None:
                 self._loop.watch(self._starter.template.fileno(), self._starter.on_template_readable)
+            self._loop.watch(self._arrivals, self._arrivals.on_bell)
             try:
                 self._watch_launcher()
                 self._background.start()
@@ -561,27 +562,15 @@ class Agent:
             self._spawn_failed(spec.rank, "its process vanished")
             return
         log.info("%s/%d runs: pid %d, start %d", spec.role, spec.rank, pid, spec.start)
-        if self._control is not None:  # so that a rank that returns need not wait for the next look at everything
-            control = self._control
-            for delay_s in _HINTS_S:
-                self._background.submit(
-                    lambda: control.started(spec.role, spec.rank, spec.incarnation), delay_s=delay_s
-                )
-        self._vouch(spec, pid)
-        self._feed(Spawned(spec.rank))
-
-    def _vouch(self, spec: RankSpec, pid: int) -> None:
-        """Take a rank's record into this process's care as soon as it is there: ranks do not write again."""
         joined = self._joined
         assert joined is not None  # noqa: S101  # ranks start after joining
+        self._arrivals.expect(spec, joined.records, lambda: self._processes.pid(spec.rank) == pid, self._arrived)
+        self._feed(Spawned(spec.rank))
 
-        def look() -> float | None:
-            with contextlib.suppress(RegistryError):
-                if joined.records.vouch(spec.role, spec.rank, spec.incarnation):
-                    return None
-            return _VOUCH_S if self._processes.pid(spec.rank) == pid else None
-
-        self._background.every(look)
+    def _arrived(self, spec: RankSpec) -> None:
+        """Hint at a rank's record, so that nobody need wait for the next look at everything; on the I/O thread."""
+        if self._control is not None:
+            self._control.started(spec.role, spec.rank, spec.incarnation)
 
     # -- exits ---------------------------------------------------------------------------------------------------------
 
@@ -637,6 +626,7 @@ class Agent:
             self._lease.close()
         if self._control is not None:
             self._control.close()
+        self._arrivals.close()
 
 
 def run_agent(config: AgentConfig) -> int:

@@ -10,9 +10,10 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 __all__ = ["MemoryCounters", "MemoryWatch", "OomVerdict", "cgroup_directory", "read_counters"]
 
@@ -20,8 +21,7 @@ _UNLIMITED: Final = 1 << 60
 _KERNEL_LOG: Final = Path("/dev/kmsg")
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryCounters:
+class MemoryCounters(msgspec.Struct, frozen=True):
     """Memory counters of one cgroup. ``None`` where the kernel does not say."""
 
     oom_kills: int | None = None
@@ -30,8 +30,7 @@ class MemoryCounters:
     peak_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OomVerdict:
+class OomVerdict(msgspec.Struct, frozen=True):
     """Whether a process was killed for memory, and the words that prove or hint at it."""
 
     oom: bool = False

@@ -7,7 +7,8 @@ agent; whether it still binds is judged by the agent's process on this host, els
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from zbus.errors import RankClaimed
 from zbus.registry.identity import pid_space
@@ -18,8 +19,7 @@ from zbus.runtime.processes import is_alive
 __all__ = ["Claimant", "claim_free_ranks", "claim_start", "holder_lives", "replaced_by"]
 
 
-@dataclass(frozen=True, slots=True)
-class Claimant:
+class Claimant(msgspec.Struct, frozen=True):
     """The agent that claims: its id, role, host and pid."""
 
     agent: str

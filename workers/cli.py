@@ -6,6 +6,7 @@ Only click is imported here; each command imports what it needs when it runs, so
 from __future__ import annotations
 
 import difflib
+import gc
 import json
 import logging
 import os
@@ -110,8 +111,12 @@ def start(settings: tuple[str, ...], **options: Any) -> None:
     Waits for the controller of the trial, starts the ranks it has a job for, restarts them as the job says, and ends
     when they have ended. Each option can also be given as KEY=VALUE, such as `role=actor nproc=4`.
     """
+    # Its modules stay anyway, and their start is what a launch waits for: nothing of them is looked at for garbage.
+    gc.disable()
     from workers.agent import run_agent
 
+    gc.freeze()
+    gc.enable()
     _set_up_log()
     sys.exit(run_agent(_agent_config({**_from_settings(settings, options), **_given(options)}, os.environ)))
 

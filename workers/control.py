@@ -110,7 +110,7 @@ class AgentControl:
         return {**self._server.statistics(), **({"dropped_hints": dropped} if dropped else {})}
 
     def started(self, role: str, rank: int, incarnation: int) -> None:
-        """Hint that a worker's record is about to be there. Any thread."""
+        """Hint that a worker's record is there. Any thread."""
         self._announcer.announce(Hint(HintKind.JOIN, role, rank, incarnation))
 
     def exited(self, record: ExitRecord) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from workers.cgroup import OomVerdict
 from zbus.config import TrialDir
@@ -26,8 +28,7 @@ _FATAL: Final = "Fatal Python error"
 _CRASH_BYTES: Final = 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankExit:
+class RankExit(msgspec.Struct, frozen=True, kw_only=True):
     """How one start of one rank ended, as its agent saw it.
 
     Attributes:
@@ -50,7 +51,7 @@ class RankExit:
     pid: int
     exit_code: int | None = None
     signum: int | None = None
-    oom: OomVerdict = field(default_factory=OomVerdict)
+    oom: OomVerdict = msgspec.field(default_factory=OomVerdict)
     asked: bool = False
     started_wall_ns: int = 0
     ended_wall_ns: int = 0

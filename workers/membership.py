@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
+
+import msgspec
 
 from workers.background import Background
 from workers.claims import replaced_by
@@ -33,8 +34,7 @@ _REPORT_S: Final = 10.0
 _LOOKS_PER_TTL: Final = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(msgspec.Struct, frozen=True):
     """A living controller with a job for the role.
 
     Attributes:
@@ -50,8 +50,7 @@ class Joined:
     controller: ProcessHandle | None
 
 
-@dataclass(frozen=True, slots=True)
-class Replaced:
+class Replaced(msgspec.Struct, frozen=True):
     """Another agent has claimed the next start of a rank that this one runs: it was taken for dead meanwhile."""
 
     claim: RankClaim

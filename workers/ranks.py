@@ -6,9 +6,10 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from workers import spawn
 from workers.spec import RankSpec
@@ -26,8 +27,7 @@ _MOST_ASKED: Final = 8
 """Requests that may be on their way to the template: it forks one after the other anyway."""
 
 
-@dataclass(slots=True)
-class Place:
+class Place(msgspec.Struct):
     """Where ranks run and what they are told beside their job; the agent keeps it current.
 
     Attributes:
@@ -40,6 +40,7 @@ class Place:
         starts: The ranks of this agent, with the number of their current start.
         lease: Tells ranks until when the agent's lease is held.
         lease_ttl_s: Silence after which others call the agent dead.
+        published_fd: Written by a rank when its record is there.
     """
 
     trial: TrialDir
@@ -52,9 +53,10 @@ class Place:
     worker_command: Sequence[str]
     job: JobRecord | None = None
     epoch: EpochRecord | None = None
-    starts: dict[int, int] = field(default_factory=dict)
+    starts: dict[int, int] = msgspec.field(default_factory=dict)
     lease: LeaseWord | None = None
     lease_ttl_s: float = 5.0
+    published_fd: int | None = None
 
 
 class RankStarter:
@@ -202,6 +204,7 @@ class RankStarter:
             bind_host=place.bind_host,
             controller_epoch=epoch.epoch,
             lease_fd=None if place.lease is None else place.lease.fileno(),
+            published_fd=place.published_fd,
             lease_ttl_s=place.lease_ttl_s,
             env={"CUDA_VISIBLE_DEVICES": devices} if devices else {},
         )

@@ -85,7 +85,8 @@ def _inheritable(fds: Sequence[int]) -> Iterator[None]:
 
 def passed_fds(spec: RankSpec) -> list[int]:
     """Return the descriptors a spec names, in the order in which they are passed on."""
-    return [*spec.listen_fds, *(fd for fd in (spec.torch_store_fd, spec.lease_fd) if fd is not None)]
+    single = (spec.torch_store_fd, spec.lease_fd, spec.published_fd)
+    return [*spec.listen_fds, *(fd for fd in single if fd is not None)]
 
 
 def with_fds(spec: RankSpec, fds: Sequence[int]) -> RankSpec:
@@ -94,7 +95,10 @@ def with_fds(spec: RankSpec, fds: Sequence[int]) -> RankSpec:
     rest = list(fds[count:])
     store = rest.pop(0) if spec.torch_store_fd is not None else None
     lease = rest.pop(0) if spec.lease_fd is not None else None
-    return msgspec.structs.replace(spec, listen_fds=list(fds[:count]), torch_store_fd=store, lease_fd=lease)
+    published = rest.pop(0) if spec.published_fd is not None else None
+    return msgspec.structs.replace(
+        spec, listen_fds=list(fds[:count]), torch_store_fd=store, lease_fd=lease, published_fd=published
+    )
 
 
 def spawn_exec(spec: RankSpec, env: Mapping[str, str], log_fd: int, command: Sequence[str] = WORKER_COMMAND) -> int:

@@ -36,6 +36,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
         transport: ``ipc`` or ``tcp``.
         bind_host: Address that tcp sockets bind.
         lease_fd: Descriptor of the agent's ``LeaseWord``, None where there is none.
+        published_fd: Descriptor of an eventfd of the agent, to be written once this rank's record is there; or None.
         lease_ttl_s: Silence after which others call the agent dead.
         controller_epoch: Epoch of the controller at this start.
         env: Variables of this rank alone (devices), beside ``job.env``.
@@ -66,6 +67,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     bind_host: str = "127.0.0.1"
     controller_epoch: int = 0
     lease_fd: int | None = None
+    published_fd: int | None = None
     lease_ttl_s: float = 5.0
     env: dict[str, str] = {}
 

@@ -10,8 +10,9 @@ import enum
 import signal
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 __all__ = [
     "Effect",
@@ -40,8 +41,7 @@ _FENCE_GRACE_S: Final = 1.0
 """A rank that was replaced has no more to do than to leave."""
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(msgspec.Struct, frozen=True):
     """How a role answers the end of a rank.
 
     Attributes:
@@ -64,23 +64,20 @@ class Policy:
 # -- events ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Spawned:
+class Spawned(msgspec.Struct, frozen=True):
     """The process of ``rank`` exists."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class SpawnFailed:
+class SpawnFailed(msgspec.Struct, frozen=True):
     """The process of ``rank`` could not be made."""
 
     rank: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Exited:
+class Exited(msgspec.Struct, frozen=True):
     """The process of ``rank`` ended; ``cause`` says how, for people."""
 
     rank: int
@@ -88,23 +85,20 @@ class Exited:
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class RestartAsked:
+class RestartAsked(msgspec.Struct, frozen=True):
     """The controller wants a fresh process of ``rank`` (of all ranks under ``all``)."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class Superseded:
+class Superseded(msgspec.Struct, frozen=True):
     """Another agent runs ``rank`` now: its process here shall end, and is not started again. May come repeatedly."""
 
     rank: int
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class StopAsked:
+class StopAsked(msgspec.Struct, frozen=True):
     """Everything shall end: SIGTERM now, SIGKILL after ``grace_s``; then the agent ends with ``exit_code``."""
 
     grace_s: float
@@ -112,8 +106,7 @@ class StopAsked:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """Time has passed; feed it at ``Supervisor.next_deadline_ns``."""
 
 
@@ -123,30 +116,26 @@ Event = Spawned | SpawnFailed | Exited | RestartAsked | Superseded | StopAsked |
 # -- effects -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StartRank:
+class StartRank(msgspec.Struct, frozen=True):
     """Start a process for ``rank``; answer ``Spawned`` or ``SpawnFailed``."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class SignalRank:
+class SignalRank(msgspec.Struct, frozen=True):
     """Send ``signum`` to the process of ``rank``."""
 
     rank: int
     signum: int
 
 
-@dataclass(frozen=True, slots=True)
-class Escalate:
+class Escalate(msgspec.Struct, frozen=True):
     """The policy is at its end; ``cause`` names the rank that failed first and how."""
 
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     """No rank is left and none will be started: the agent ends with ``exit_code``."""
 
     exit_code: int
@@ -168,8 +157,7 @@ class _State(enum.Enum):
 _ALIVE: Final = frozenset({_State.STARTING, _State.RUNNING, _State.STOPPING, _State.KILLED})
 
 
-@dataclass(slots=True)
-class _Rank:
+class _Rank(msgspec.Struct):
     state: _State = _State.IDLE
     deadline_ns: int | None = None
     again: bool = False  # start it once more when it is gone

@@ -7,7 +7,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from workers.cgroup import MemoryWatch, OomVerdict
 from workers.loop import PollLoop
@@ -17,8 +18,7 @@ from zbus.runtime.processes import ProcessHandle, children_of
 __all__ = ["Ended", "ProcessTable", "kill_children"]
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """A process that ended, as the kernel told it."""
 
     spec: RankSpec
@@ -29,8 +29,7 @@ class Ended:
     started_wall_ns: int
 
 
-@dataclass(slots=True)
-class _Process:
+class _Process(msgspec.Struct):
     spec: RankSpec
     handle: ProcessHandle
     memory: MemoryWatch

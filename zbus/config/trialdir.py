@@ -7,7 +7,6 @@ import errno
 import fcntl
 import json
 import os
-import secrets
 import shutil
 import socket
 import stat
@@ -34,6 +33,8 @@ def new_trial_name(wall_ns: int | None = None) -> str:
         wall_ns: Nanoseconds since the Unix epoch; now if None.
     """
     seconds = (time.time_ns() if wall_ns is None else wall_ns) / 1e9
+    import secrets  # brings all of OpenSSL along: only who names a trial needs it
+
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
     return f"{stamp}-{''.join(secrets.choice(_ALPHABET) for _ in range(3))}"
 
@@ -44,7 +45,7 @@ def write_atomically(path: Path, text: str) -> None:
     Raises:
         OSError: The directory cannot be written; the old file is intact.
     """
-    temp = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    temp = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
     fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as file:

@@ -13,7 +13,6 @@ import errno
 import fcntl
 import os
 import re
-import secrets
 import stat
 import threading
 import time
@@ -85,7 +84,7 @@ class Presence:
             root.mkdir(mode=0o700, exist_ok=True)
             _require_private(root)
             sweep(root)
-            path = root / secrets.token_hex(8)
+            path = root / os.urandom(8).hex()
             with _ours_lock:
                 _ours.add(str(path))
             with contextlib.suppress(FileNotFoundError):  # the last one to leave has removed the root

@@ -322,8 +322,8 @@ class Records:
     # -- agents, leases and rank claims --------------------------------------------------------------------------
 
     def publish_agent(self, record: AgentRecord) -> None:
-        """Write or replace an agent's record."""
-        self.registry.put(names.agent(record.agent), _encode(record))
+        """Write or replace an agent's record. Not synced to the disk, as that of a worker is not."""
+        self.registry.put(names.agent(record.agent), _encode(record), durable=False)
 
     def agent(self, agent: str) -> AgentRecord | None:
         """Return an agent's record, or None."""
@@ -373,8 +373,13 @@ class Records:
     # -- workers and exits ---------------------------------------------------------------------------------------
 
     def publish_worker(self, record: WorkerRecord) -> None:
-        """Write a worker's record. Its key holds the incarnation, so no other process writes there."""
-        self.registry.put(names.worker(record.role, record.rank, record.incarnation), _encode(record))
+        """Write a worker's record. Its key holds the incarnation, so no other process writes there.
+
+        Not synced to the disk: no worker outlives the power cut in which its record could be lost, and all ranks of a
+        launch would wait for one disk.
+        """
+        key = names.worker(record.role, record.rank, record.incarnation)
+        self.registry.put(key, _encode(record), durable=False)
 
     def worker(self, role: str, rank: int, incarnation: int) -> WorkerRecord | None:
         """Return one incarnation's record, or None."""

@@ -81,6 +81,7 @@ class HostConfig:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     lease_fd: int | None = None
+    published_fd: int | None = None
     lease_ttl_s: float = 5.0
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -109,6 +110,7 @@ class HostConfig:
             master_addr=spec.master_addr,
             master_port=spec.master_port,
             lease_fd=spec.lease_fd,
+            published_fd=spec.published_fd,
             lease_ttl_s=spec.lease_ttl_s,
         )
 
@@ -214,6 +216,9 @@ class _Host:
                 log=os.path.relpath(config.log, config.trial_dir) if config.log else "",
             )
         )
+        if config.published_fd is not None:  # the agent need not look for it
+            os.eventfd_write(config.published_fd, 1)
+            os.close(config.published_fd)
 
     def run(self) -> int:
         """Serve the main lane until stopped."""

@@ -6,7 +6,6 @@ Every failure is an ``EngineLoadError`` that names the path, what was found inst
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -62,6 +61,8 @@ def load_engine(path: str, *, base: Path | None = None) -> type[Engine]:
 
 def digest_of(cls: type[Engine], table: Mapping[str, EndpointSpec] | None = None) -> str:
     """Return a short digest of an engine's declarations and source: two sides with one digest mean the same engine."""
+    import hashlib  # brings all of OpenSSL along: only ranks need it
+
     declared = json.dumps(table_to_wire(table if table is not None else endpoints_of(cls)), sort_keys=True)
     try:
         source = inspect.getsource(cls)

@@ -5,7 +5,6 @@ Pure but for the thread names it is told; one ``Expander`` per file, used by its
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import Any, Final
 
@@ -95,6 +94,8 @@ def user_flow_id(run: str, key: str) -> str:
 
 
 def _hash(kind: bytes, *parts: bytes | str | int) -> str:
+    import hashlib  # brings all of OpenSSL along: an agent never hashes, and should not pay for it
+
     text = b"\0".join(p if isinstance(p, bytes) else str(p).encode("utf-8", "replace") for p in (kind, *parts))
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import secrets
 import socket
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -70,7 +69,7 @@ def _path(root: str | Path, role: str, rank: int, start: int, kind: str) -> Path
 
 def new_source() -> str:
     """Return a fresh id for one process's stream of records: 16 random hex digits."""
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 class RunEpoch(NamedTuple):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import ipaddress
 import os
 import re
-import secrets
 import socket
 import stat
 import tempfile
@@ -160,6 +158,8 @@ class RuntimeDir:
         Raises:
             ConfigError: The asked-for place is too long, missing or not private; or no place will do.
         """
+        import hashlib  # brings all of OpenSSL along: only who makes the directory needs it
+
         digest = hashlib.blake2b(os.fsencode(trial_dir.absolute()), digest_size=5).hexdigest()
         asked = (
             base if base is not None else Path(environ["ZBUS_RUNTIME_DIR"]) if "ZBUS_RUNTIME_DIR" in environ else None
@@ -168,7 +168,7 @@ class RuntimeDir:
             return cls._create_in(asked, f"zbus-{digest}")
         tried: list[str] = []
         for candidate, name in _places(environ, digest):
-            for attempt in (name, f"{name}-{secrets.token_hex(3)}"):
+            for attempt in (name, f"{name}-{os.urandom(3).hex()}"):
                 try:
                     return cls._create_in(candidate, attempt)
                 except ConfigError as error:
@@ -219,7 +219,7 @@ class RuntimeDir:
         if not _LABEL.fullmatch(label):
             msg = f"socket label {label!r} is not 1 to 24 of a-z 0-9 -"
             raise ValueError(msg)
-        endpoint = f"ipc://{self.path}/{label}.{os.getpid()}.{secrets.token_hex(3)}"
+        endpoint = f"ipc://{self.path}/{label}.{os.getpid()}.{os.urandom(3).hex()}"
         check_length(endpoint)
         return endpoint
 
