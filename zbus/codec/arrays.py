@@ -6,6 +6,7 @@ and foreign (``ml_dtypes``) dtypes are refused: their text would not bring them 
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import Any, Final
@@ -22,6 +23,7 @@ __all__ = ["install", "shape_of"]
 _MAX_DIMENSIONS: Final = 64
 _MAX_DIMENSION: Final = (1 << 63) - 1
 _PLAIN: Final = re.compile(r"[<>|][biufc]\d{1,2}|[<>][mM]8(\[\d{0,9}[a-zA-Z]{1,7}\])?|[<>|][US]\d{1,9}")
+_UNKNOWN: Final = "an array came with an unknown dtype"
 _ARRAY: Final = marker(Kind.NDARRAY)
 _ARRAY_F: Final = marker(Kind.NDARRAY_F)
 _SCALAR: Final = marker(Kind.NPSCALAR)
@@ -72,6 +74,7 @@ def shape_of(dimensions: list[Any], itemsize: int) -> int:
 # -- to the wire ---------------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(256)  # a look at each part of a dtype costs as much as the rest of a small array's encoding
 def _name(dtype: np.dtype[Any]) -> str:
     """Return the text of a dtype that brings the same dtype back."""
     name = dtype.str
@@ -122,9 +125,15 @@ def _dtype(value: np.dtype[Any], _state: Encoder) -> list[Any]:
 
 
 def _parse(name: Any) -> np.dtype[Any]:
-    if type(name) is not str or not _PLAIN.fullmatch(name):
-        msg = "an array came with an unknown dtype"
-        raise CodecError(msg)
+    if type(name) is not str:
+        raise CodecError(_UNKNOWN)
+    return _dtype_called(name)
+
+
+@functools.lru_cache(256)
+def _dtype_called(name: str) -> np.dtype[Any]:
+    if not _PLAIN.fullmatch(name):
+        raise CodecError(_UNKNOWN)
     dtype = np.dtype(name)
     if not dtype.itemsize or dtype.hasobject:
         msg = f"an array came with dtype {name}"
