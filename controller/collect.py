@@ -6,29 +6,15 @@ numpy and torch are imported only when an answer is theirs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from controller.answers import CollectError, Empty, kind_of, library_of, short
 from controller.dispatch import Plan
-from zbus.engine import Collect, Concat, First, PerRank, Same
-from zbus.errors import ConfigError
+from controller.reduction import reduce
+from zbus.engine import Collect, Concat, First, PerRank, Reduce, Same
 
-__all__ = ["CollectError", "Empty", "collect", "equal"]
-
-Empty = Callable[[Sequence[int], Any], Any]
-"""Makes an uninitialised numpy array of a shape and a dtype."""
-
-
-class CollectError(ConfigError, ValueError):
-    """The ranks did their work, but their answers cannot be merged as declared.
-
-    Attributes:
-        results: Every answer by rank, so that no work is lost.
-    """
-
-    def __init__(self, message: str, *, hint: str | None = None, results: Mapping[int, Any] | None = None) -> None:
-        super().__init__(message, hint=hint)
-        self.results = dict(results or {})
+__all__ = ["CollectError", "collect", "equal"]
 
 
 def collect(
@@ -63,6 +49,10 @@ def collect(
                 return _same(ranks, values)
             case Concat():
                 return _concat(plan, ranks, values, empty)
+            case Reduce():
+                heads = plan.heads or tuple(range(len(values)))
+                items = None if plan.shares is None else [len(plan.shares[number]) for number in range(len(heads))]
+                return reduce(how, [values[head] for head in heads], [ranks[head] for head in heads], items, empty)
     except CollectError as error:
         error.results = dict(zip(ranks, values, strict=True))
         error.message = f"endpoint `{method}`: {error.message}" if method else error.message
@@ -82,9 +72,9 @@ def equal(left: Any, right: Any) -> bool:
         return left.keys() == right.keys() and all(equal(value, right[key]) for key, value in left.items())
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(equal, left, right))
-    if _library(left) == "torch":
+    if library_of(left) == "torch":
         return _equal_tensors(left, right)
-    if _library(left) == "numpy":
+    if library_of(left) == "numpy":
         return _equal_arrays(left, right)
     return bool(left == right)
 
@@ -122,7 +112,7 @@ def _same(ranks: Sequence[int], values: Sequence[Any]) -> Any:
             camps.append((value, [rank]))
     if len(camps) > 1:
         camps.sort(key=lambda camp: (len(camp[1]), camp[1][0]))
-        told = "; ".join(f"{_name(members)} answered {_short(value)}" for value, members in camps)
+        told = "; ".join(f"{_name(members)} answered {short(value)}" for value, members in camps)
         msg = f"the ranks were to answer the same, but {told}"
         raise CollectError(msg, hint="collect=PerRank() keeps each rank's answer")
     return values[0]
@@ -130,14 +120,6 @@ def _same(ranks: Sequence[int], values: Sequence[Any]) -> Any:
 
 def _name(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _short(value: Any, limit: int = 60) -> str:
-    try:
-        text = " ".join(repr(value).split())
-    except Exception:  # noqa: BLE001  # a repr of the user's that raises must not hide the message
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 # -- concat ----------------------------------------------------------------------------------------------------------
@@ -152,7 +134,7 @@ def _concat(plan: Plan, ranks: Sequence[int], values: Sequence[Any], empty: Empt
     full = [number for number, items in enumerate(plan.shares) if len(items)]
     for number, part in enumerate(parts):
         if number not in full and not _is_empty(part):
-            msg = f"rank {names[number]} got no items but answered {_short(part)}"
+            msg = f"rank {names[number]} got no items but answered {short(part)}"
             raise CollectError(msg, hint="answer an empty list for an empty share, or declare collect=PerRank()")
     if not full:
         return parts[0]
@@ -164,7 +146,7 @@ def _is_empty(value: Any) -> bool:
         return all(_is_empty(entry) for entry in value.values())
     if isinstance(value, list | tuple):
         return not value
-    return value is None or (_library(value) != "" and len(value.shape) > 0 and value.shape[0] == 0)
+    return value is None or (library_of(value) != "" and len(value.shape) > 0 and value.shape[0] == 0)
 
 
 def _join(
@@ -176,7 +158,7 @@ def _join(
 ) -> Any:
     """Join one answer, or one column of it; ``shares`` None keeps rank order."""
     where = f" in {path}" if path else ""
-    kinds = {_kind(part) for part in parts}
+    kinds = {kind_of(part) for part in parts}
     if len(kinds) > 1:
         told = ", ".join(f"rank {rank} {type(part).__name__}" for rank, part in zip(ranks, parts, strict=True))
         msg = f"Concat cannot join answers of different types{where}: {told}"
@@ -187,7 +169,7 @@ def _join(
     if kind == "dict":
         return _join_dicts(parts, ranks, shares, path, empty)
     if kind == "other":
-        msg = f"Concat cannot join{where} {_short(parts[0])} ({type(parts[0]).__name__}), which holds no items"
+        msg = f"Concat cannot join{where} {short(parts[0])} ({type(parts[0]).__name__}), which holds no items"
         raise CollectError(msg, hint="answer one entry per item, or declare collect=PerRank()")
     order = _order(parts, ranks, shares, where)
     if kind in ("list", "tuple"):
@@ -293,26 +275,3 @@ def _placed(parts: Sequence[Any], goes: Any) -> Iterator[tuple[Any, Any]]:
     for part in parts:
         yield part, goes[at : at + len(part)]
         at += len(part)
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, dict):
-        return "dict"
-    if isinstance(value, list):
-        return "list"
-    if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        return "tuple"
-    library = _library(value)
-    return library if library and len(value.shape) else "other"
-
-
-def _library(value: Any) -> str:
-    """Return "numpy" or "torch" for their arrays, else nothing, without importing either."""
-    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
-        return ""
-    home = type(value).__module__.partition(".")[0]
-    if home in ("numpy", "torch"):
-        return home
-    return "torch" if hasattr(value, "requires_grad") else "numpy"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import zbus
-from zbus import AnyOne, Concat, Everywhere, PerRank, Split
+from zbus import AnyOne, Concat, Everywhere, PerRank, Reduce, Split
 
 
 def digest(array: Any) -> str:
@@ -35,6 +35,10 @@ class Arrays(zbus.Engine):
     @zbus.endpoint(Split("dp"), collect=Concat(), effect="pure")
     def double(self, array: Any) -> Any:
         return array * 2
+
+    @zbus.endpoint(Split("dp"), collect=Reduce("mean", by="items"), effect="pure")
+    def mean(self, array: Any) -> Any:
+        return {"all": float(array.mean()), "columns": array.mean(axis=0)} if len(array) else None
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure")
     def make(self, nbytes: int, seed: int) -> Any:

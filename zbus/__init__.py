@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from zbus.engine import Mesh as Mesh
     from zbus.engine import PerRank as PerRank
     from zbus.engine import RankZero as RankZero
+    from zbus.engine import Reduce as Reduce
     from zbus.engine import Same as Same
     from zbus.engine import Scatter as Scatter
     from zbus.engine import Split as Split
@@ -72,6 +73,7 @@ _HOMES: Final = {
         "Mesh",
         "PerRank",
         "RankZero",
+        "Reduce",
         "Same",
         "Scatter",
         "Split",

@@ -37,6 +37,7 @@ __all__ = [
     "Parameter",
     "PerRank",
     "RankZero",
+    "Reduce",
     "Same",
     "Scatter",
     "Split",
@@ -167,7 +168,42 @@ class First:
     """The answer of the lowest rank."""
 
 
-Collect = PerRank | Concat | Same | First
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """One value from all ranks' answers: numbers, arrays, tensors, or dicts of these, which must be alike.
+
+    Ranks that only repeat another's share are left out, as by ``Concat``; so is a rank that got no items and answers
+    None. A rank of weight 0 counts for nothing, whatever it answers. Numbers are reduced exactly and rounded once;
+    arrays in rank order, floats in double precision and rounded once to their own dtype, integers exactly or with an
+    error. A mean of integers is a float.
+
+    Attributes:
+        op: ``"sum"``, ``"mean"``, ``"max"`` or ``"min"``. NaN makes a maximum and a minimum NaN.
+        by: What a rank counts in a mean. ``"ranks"``: each the same. ``"items"``: the number of items of its share.
+        weights: Counts a rank in a mean by this entry of its answer, which must be a dict; that entry is summed.
+    """
+
+    op: Literal["sum", "mean", "max", "min"]
+    by: Literal["ranks", "items"] = "ranks"
+    weights: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the declaration when it is written, not when it is used."""
+        if self.op not in ("sum", "mean", "max", "min"):
+            msg = f"Reduce {self.op!r} is not known"
+            raise ConfigError(msg, hint='use "sum", "mean", "max" or "min"')
+        if self.by not in ("ranks", "items"):
+            msg = f"Reduce by {self.by!r} is not known"
+            raise ConfigError(msg, hint='use by="ranks" or by="items", or weights="<an entry of the answer>"')
+        if self.op != "mean" and (self.by != "ranks" or self.weights is not None):
+            msg = f"Reduce weighs a mean only, not {self.op!r}"
+            raise ConfigError(msg, hint='leave by and weights out, or use Reduce("mean", ...)')
+        if self.by != "ranks" and self.weights is not None:
+            msg = f"Reduce cannot weigh by {self.by} and by {self.weights!r}"
+            raise ConfigError(msg, hint="give one of them")
+
+
+Collect = PerRank | Concat | Same | First | Reduce
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +453,7 @@ class EndpointSpec:
 
 
 _DISPATCHES: Final[dict[str, Any]] = {c.__name__: c for c in (Everywhere, Split, Scatter, AnyOne, RankZero)}
-_COLLECTS: Final[dict[str, Any]] = {c.__name__: c for c in (PerRank, Concat, Same, First)}
+_COLLECTS: Final[dict[str, Any]] = {c.__name__: c for c in (PerRank, Concat, Same, First, Reduce)}
 
 
 def _declaration_to_wire(declaration: Any) -> dict[str, Any]:
@@ -517,7 +553,7 @@ def endpoint(
 @overload
 def endpoint(
     dispatch: Dispatch,
-    collect: Concat | Same | First,
+    collect: Concat | Same | First | Reduce,
     *,
     effect: Effect = ...,
     lane: str | None = ...,
@@ -530,7 +566,7 @@ def endpoint(
 @overload
 def endpoint(
     *,
-    collect: Concat | Same | First,
+    collect: Concat | Same | First | Reduce,
     effect: Effect = ...,
     lane: str | None = ...,
     concurrency: int | None = ...,
@@ -691,6 +727,9 @@ def _check_spec(spec: EndpointSpec) -> None:
     if spec.start == "together" and isinstance(spec.dispatch, AnyOne | RankZero):
         msg = f"{where}: {type(spec.dispatch).__name__} calls one rank, which has nobody to start together with"
         raise ConfigError(msg, hint="leave start out")
+    if isinstance(spec.collect, Reduce) and spec.collect.by == "items" and not isinstance(spec.dispatch, Split):
+        msg = f"{where}: Reduce weighs by items, but {type(spec.dispatch).__name__} splits none"
+        raise ConfigError(msg, hint='declare Split(...), or name an entry of the answer: Reduce("mean", weights=...)')
     _check_split_names(spec)
     if spec.lane == MAIN and (spec.concurrency or 1) > 1:
         msg = f"{where}: lane `main` runs one call at a time, concurrency {spec.concurrency} cannot be"

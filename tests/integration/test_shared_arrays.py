@@ -145,6 +145,18 @@ def test_the_shares_of_an_array_made_in_shared_memory_are_sent_from_there(tmp_pa
         assert np.array_equal(actor.double(first), (data * 2 + 1) * 2)
 
 
+def test_a_mean_over_ranks_is_that_of_the_batch(tmp_path):
+    """Uneven shares, one of them empty, numbers and large arrays: as if one rank had seen all."""
+    with launch(tmp_path, arrays(3)) as bus:
+        actor = bus.group("actor")
+        for rows in (7, 2):
+            data = np.random.default_rng(rows).integers(0, 1000, (rows, MIB // 8)).astype(np.float64)
+            found = actor.mean(data)
+            assert found["all"] == pytest.approx(data.mean(), rel=1e-15)
+            assert np.allclose(found["columns"], data.mean(axis=0), rtol=1e-15)
+            found["columns"][:] = 0  # it is the caller's own
+
+
 def test_streams_carry_arrays(tmp_path):
     """Items that are arrays arrive in order and whole."""
     with launch(tmp_path, arrays(1)) as bus:
