@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable
 from typing import Any, Final, Self
 
-from controller.calls import Method, View, encode_calls
-from controller.dispatch import Plan
+from controller.calls import Method, View, encode_alike, encode_calls
+from controller.dispatch import Arguments, Plan
 from controller.futures import BatchFuture
 from controller.order import Order
 from controller.placement import Placement
-from zbus.engine import AnyOne, EndpointSpec, RankZero, Start
+from zbus.engine import AnyOne, EndpointSpec, RankZero, Start, Whole
 from zbus.errors import ConfigError
 from zbus.retry import deadline_seconds
 
 __all__ = ["BatchBuilder"]
+
+_NAME: Final = operator.attrgetter("name")
 
 
 class BatchBuilder:
@@ -39,7 +42,10 @@ class BatchBuilder:
         self._strict = strict
         self._together = start == "together"
         self._deadline_s = None if deadline is None else deadline_seconds(deadline)
-        self._calls: list[tuple[EndpointSpec, Plan, BatchFuture[Any]]] = []
+        # Of each call, in three lists: its endpoint, what each member is called with, its future.
+        self._specs: list[EndpointSpec] = []
+        self._arguments: list[Plan | tuple[Any, ...]] = []  # a bare tuple: every member gets these values
+        self._futures: list[BatchFuture[Any]] = []
         self._closed = False
         self._placement: Placement | None = None
 
@@ -50,17 +56,28 @@ class BatchBuilder:
         method = self._method(name)
 
         self._admit(method.spec)
-        spec, calls, merge = method.spec, self._calls, method.merge
+        spec, merge, plan = method.spec, method.merge, method.plan
+        specs, arguments, futures = self._specs, self._arguments, self._futures
+        everyone = method.alike
+        least, most = spec.arity if everyone is not None else (1, 0)
+        plain_merge = None if everyone is None else merge(everyone)
 
         def record(*args: Any, **kwargs: Any) -> BatchFuture[Any]:
             if self._closed:
                 msg = "this batch was placed already"
                 raise ConfigError(msg, hint="start another: with group.batch() as b")
-            if calls and spec.lane != calls[0][0].lane:
+            if specs and specs[-1] is not spec and spec.lane != specs[0].lane:
                 raise self._other_lane(spec)
-            spread = method.plan(args, kwargs)
-            future: BatchFuture[Any] = BatchFuture(_UNPLACED, len(calls), merge(spread))
-            calls.append((spec, spread, future))
+            future: BatchFuture[Any]
+            if plain_merge is not None and not kwargs and least <= len(args) <= most and Whole not in map(type, args):
+                future = BatchFuture(_UNPLACED, len(futures), plain_merge)
+                arguments.append(args)
+            else:
+                spread = plan(args, kwargs)
+                future = BatchFuture(_UNPLACED, len(futures), merge(spread))
+                arguments.append(spread)
+            specs.append(spec)
+            futures.append(future)
             return future
 
         self.__dict__[name] = record  # looked up once for all calls of this batch
@@ -78,7 +95,7 @@ class BatchBuilder:
             raise ConfigError(msg, hint="call it outside the batch")
 
     def _other_lane(self, spec: EndpointSpec) -> ConfigError:
-        first = self._calls[0][0]
+        first = self._specs[0]
         msg = f"`{first.name}` is on lane `{first.lane}` and `{spec.name}` on `{spec.lane}`; a batch has one lane"
         return ConfigError(msg, hint="use one batch for each lane")
 
@@ -93,7 +110,7 @@ class BatchBuilder:
                 placement.wait(placement.decided, None)
                 if placement.went_well():
                     return
-            for _, _, future in self._calls:
+            for future in self._futures:
                 future.exception()
             self._raise_first()
 
@@ -105,14 +122,14 @@ class BatchBuilder:
         if placement is not None:
             await placement.start_async()
             self._attach(placement)
-            for _, _, future in self._calls:
+            for future in self._futures:
                 await future.wait_async()
             self._raise_first()
 
     def submit(self) -> list[BatchFuture[Any]]:
         """Place the batch without waiting; for use in place of ``with``. Returns each call's future, in order."""
         self._place()
-        return [future for _, _, future in self._calls]
+        return list(self._futures)
 
     def _place(self) -> bool:
         placement = self._prepare()
@@ -123,43 +140,58 @@ class BatchBuilder:
         return True
 
     def _attach(self, placement: Placement) -> None:
-        for _, _, future in self._calls:
+        for future in self._futures:
             future.attach(placement)
 
     def _prepare(self) -> Placement | None:
-        if self._closed or not self._calls:
+        specs, arguments = self._specs, self._arguments
+        if self._closed or not specs:
             return None
         self._closed = True
         core, ranks = self._view.core, self._view.ranks
-        calls = [
-            [(spec.name, spread.arguments[member]) for spec, spread, _ in self._calls] for member in range(len(ranks))
-        ]
-        deadlines = [spec.deadline_s for spec, _, _ in self._calls if spec.deadline_s is not None]
         submitted_ns = time.monotonic_ns()
         peers = core.roster.peers()
         keep = core.placer.keeper([peers[rank] for rank in ranks], snapshot=True)
+        names = tuple(map(_NAME, specs))
+        if Plan in map(type, arguments):
+            calls = [
+                [(name, _share(one, member)) for name, one in zip(names, arguments, strict=True)]
+                for member in range(len(ranks))
+            ]
+            payloads = encode_calls(calls, snapshot=True, keep=keep)
+        else:
+            payloads = [encode_alike(names, arguments, keep=keep)] * len(ranks)
+        kinds = {id(spec): spec for spec in specs}.values()
+        deadlines = [spec.deadline_s for spec in kinds if spec.deadline_s is not None]
+        if deadlines:
+            deadlines = [spec.deadline_s for spec in specs if spec.deadline_s is not None]
         self._placement = placement = Placement(
             Order(
                 placer=core.placer,
                 roster=core.roster,
                 ranks=list(ranks),
-                lane=self._calls[0][0].lane,
+                lane=specs[0].lane,
                 submitted_ns=submitted_ns,
-                payloads=encode_calls(calls, snapshot=True, keep=keep),
+                payloads=payloads,
                 encoded_ns=time.monotonic_ns(),
                 number=next(core.numbers),
                 line=core.line,
-                methods=tuple(spec.name for spec, _, _ in self._calls),
+                methods=names,
                 deadline_s=self._deadline_s or self._view.deadline_s or sum(deadlines) or core.deadline_s,
-                strict=self._strict or any(spec.strict for spec, _, _ in self._calls),
-                together=self._together or any(spec.start == "together" for spec, _, _ in self._calls),
+                strict=self._strict or any(spec.strict for spec in kinds),
+                together=self._together or any(spec.start == "together" for spec in kinds),
             )
         )
         return placement
 
     def _raise_first(self) -> None:
-        for _, _, future in self._calls:
+        for future in self._futures:
             future.result()
+
+
+def _share(one: Plan | tuple[Any, ...], member: int) -> Arguments:
+    """Return what a member is called with."""
+    return one.arguments[member] if type(one) is Plan else Arguments(one, {})
 
 
 class _Unplaced:

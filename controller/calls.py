@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -12,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, cas
 
 from controller.collect import collect
 from controller.dispatch import Arguments, Plan, plan
-from controller.futures import BatchFuture, Stream
+from controller.futures import BatchFuture, Stream, first
 from controller.line import Line
 from controller.order import Order
 from controller.placement import Placement
 from controller.placer import Placer, Roster, is_ready
 from controller.quick import QuickCall
-from zbus.codec import Keep, encode, encode_call, encode_plain_call, encode_plain_calls
+from zbus.codec import Keep, encode, encode_call, encode_plain_batch, encode_plain_call, encode_plain_calls
 from zbus.engine import AnyOne, EndpointSpec, Everywhere, RankZero, Whole
 from zbus.errors import ConfigError, Unavailable
 from zbus.retry import DEFAULT_RETRY, NO_RETRY, RetryPolicy, TokenBucket, deadline_seconds
@@ -28,14 +27,13 @@ if TYPE_CHECKING:
     from controller.mapping import MapFuture
     from zbus.data.warm import WarmMemory
 
-__all__ = ["Core", "Method", "View", "encode_calls"]
+__all__ = ["Core", "Method", "View", "encode_alike", "encode_calls"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 _new = tuple.__new__
-_first: Callable[[Sequence[Any]], Any] = operator.itemgetter(0)
 
 
 class Core:
@@ -223,6 +221,12 @@ class Method(Generic[P, T]):
         spread = self.plan(args, kwargs)
         return BatchFuture(self._place(spread, snapshot=snapshot), 0, self.merge(spread))
 
+    @property
+    def alike(self) -> Plan | None:
+        """How a call is spread that gives each rank the same, without its arguments; None: it is declared otherwise."""
+        members = self._everyone
+        return None if members is None else Plan(members, (), heads=members)
+
     def plan(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan:
         """Spread one call over the ranks."""
         members = self._everyone
@@ -308,12 +312,12 @@ class Method(Generic[P, T]):
     def _recover(self, quick: QuickCall) -> BatchFuture[T]:
         placement = Placement(self._order([self._rank], [quick.payload], quick.began_ns))
         quick.hand_over(placement)
-        return BatchFuture(placement, 0, _first)
+        return BatchFuture(placement, 0, first)
 
     def merge(self, spread: Plan) -> Callable[[Sequence[Any]], T]:
         """Return what turns the members' values into the answer."""
         if self._view.single:
-            return _first
+            return first
         spec = self.spec
         ranks = [self._view.ranks[member] for member in spread.members]
         empty = self._view.core.empty
@@ -337,6 +341,14 @@ def encode_calls(
             made[key] = _encode_member(member, snapshot=snapshot, keep=keep)
         payloads.append(made[key])
     return payloads
+
+
+def encode_alike(names: Sequence[str], arguments: Sequence[tuple[Any, ...]], *, keep: Keep | None = None) -> Any:
+    """Encode calls that are the same for every member and have no keywords; arrays may change afterwards."""
+    plain = encode_plain_batch(names, arguments)
+    if plain is not None:
+        return plain
+    return encode([[name, args, {}] for name, args in zip(names, arguments, strict=True)], snapshot=True, keep=keep)
 
 
 def _encode_member(calls: Sequence[tuple[str, Arguments]], *, snapshot: bool, keep: Keep | None) -> Any:

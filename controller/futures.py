@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import operator
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
@@ -19,13 +20,16 @@ from controller.background import Background, callbacks, shared
 from controller.outcomes import WaitTimeout, batch_error, is_echo
 from controller.placement import Placement
 from zbus.codec import decode
-from zbus.errors import CallTimeout
+from zbus.errors import CallTimeout, CodecError
 from zbus.protocol.batch import Failure, causes
 from zbus.protocol.messages import Outcome, OutcomeKind
 
-__all__ = ["BatchFuture", "RankOutcome", "RankResult", "Stream", "wait_future_ordered"]
+__all__ = ["BatchFuture", "RankOutcome", "RankResult", "Stream", "first", "wait_future_ordered"]
 
 T = TypeVar("T")
+
+first: Callable[[Sequence[Any]], Any] = operator.itemgetter(0)
+"""Merges the values of one rank, which come bare."""
 
 _CAUSE_S = 1.0
 """How much longer the cause is waited for while all that has failed looks like the echo of it."""
@@ -71,14 +75,16 @@ class BatchFuture(Generic[T]):
         merge: Turns the members' values, in rank order, into the answer.
     """
 
+    # Defaults stand in the class: a batch makes many of these, and most are asked once, for a plain value.
+    _guard: threading.RLock | None = None
+    _values: dict[int, Any] | None = None
+    _answer: tuple[T] | None = None
+    _error: Exception | None = None
+
     def __init__(self, placement: Placement, call: int, merge: Callable[[Sequence[Any]], T]) -> None:
         self._placement = placement
         self._call = call
         self._merge = merge
-        self._lock = threading.RLock()
-        self._values: dict[int, Any] = {}
-        self._answer: tuple[T] | None = None
-        self._error: Exception | None = None
 
     def __repr__(self) -> str:
         order = self._placement.order
@@ -108,6 +114,9 @@ class BatchFuture(Generic[T]):
                 the others had not started is cancelled.
             CallTimeout: ``timeout`` ran out (it is also a ``TimeoutError``); names who is late and how far each is.
         """
+        answer = self._answer or self._plain()
+        if answer is not None:
+            return answer[0]
         self._wait(timeout)
         return self._conclude()
 
@@ -253,6 +262,22 @@ class BatchFuture(Generic[T]):
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
+    @property
+    def _lock(self) -> threading.RLock:
+        return self._guard or self.__dict__.setdefault("_guard", threading.RLock())
+
+    def _plain(self) -> tuple[T] | None:
+        """Return the answer in one step where it is one rank's short value that came with others; else None."""
+        body = self._placement.slots.body(self._call) if self._merge is first else None
+        if body is None:
+            return None
+        try:
+            value = decode((body,))
+        except CodecError:
+            return None  # it is said, and kept, the long way
+        answer: tuple[T] = self.__dict__.setdefault("_answer", (value,))  # the first of two that ask at once stands
+        return answer
+
     def _decided(self) -> bool:
         return self.done() or self._placement.failed(self._call)
 
@@ -310,7 +335,7 @@ class BatchFuture(Generic[T]):
             if self._answer is None and self._error is None:
                 self._placement.asked()
                 try:
-                    self._answer = (self._merged(),)
+                    self.__dict__.setdefault("_answer", (self._merged(),))
                 except Exception as error:  # noqa: BLE001  # kept, so that every asker gets the same
                     self._error = error
                 self._placement.concluded(self._call, self._error is None)
@@ -364,9 +389,12 @@ class BatchFuture(Generic[T]):
 
     def _value(self, member: int, outcome: Outcome) -> Any:
         with self._lock:
-            if member not in self._values:
-                self._values[member] = self._decode(outcome)
-            return self._values[member]
+            values = self._values
+            if values is None:
+                values = self._values = {}
+            if member not in values:
+                values[member] = self._decode(outcome)
+            return values[member]
 
     def _decode(self, outcome: Outcome) -> Any:
         if self._placement.order.streams:

@@ -189,7 +189,12 @@ class Group:
             deadline: For the whole batch: seconds or text.
             start: ``"together"``: the batch begins on no rank until all hold it; also if one of its endpoints says so.
         """
-        return BatchBuilder(self._view, self.__getattr__, strict=strict, deadline=deadline, start=start)
+        return BatchBuilder(self._view, self._endpoint, strict=strict, deadline=deadline, start=start)
+
+    def _endpoint(self, name: str) -> Method[..., Any]:
+        """Return an endpoint, never another attribute of this class."""
+        found = self.__dict__.get(name)
+        return found if isinstance(found, Method) else self.__getattr__(name)
 
 
 def _unknown(role: str, name: str, table: Mapping[str, EndpointSpec]) -> str:

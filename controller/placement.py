@@ -166,6 +166,7 @@ class Placement:
             len(order.methods),
             deadline_s=self._remaining_s(),
             sink=self.deliver,
+            results_sink=self.deliver_together if self._tracer is None else None,
             chunk_sink=self._take_chunk if order.streams else None,
             trace=order.trace,
             strict=order.strict,
@@ -216,6 +217,23 @@ class Placement:
                 return
             outcome = self._whole(outcome)
         self._settle(member, call, outcome)
+
+    def deliver_together(self, member: int, call: int, bodies: Sequence[bytes], attempts: int) -> None:
+        """Take the results of consecutive calls, OK each: what the placer is given as its sink of several."""
+        with self._lock:
+            taken = self.slots.fill_together(member, call, bodies, attempts)
+            watchers = tuple(self._watchers) if self._watchers else ()
+        if not taken:  # some have their outcome: each for itself
+            for one, body in enumerate(bodies, call):
+                self._settle(member, one, Outcome(_OK, (body,), attempts=attempts))
+            return
+        if self._late is not None and self.slots.settled():
+            self._late.ended(self)
+        released = self.order.released
+        if released is not None and call + len(bodies) == len(self.order.methods):
+            released(self.order.ranks[member])
+        for watcher in watchers:
+            watcher()
 
     def _whole(self, outcome: Outcome) -> Outcome:
         """Return what is to be said of all executions when the last one ended so: one that may have run still may."""

@@ -16,6 +16,7 @@ __all__ = [
     "Peer",
     "Placed",
     "Placer",
+    "ResultsSink",
     "Roster",
     "Sink",
     "StaticRoster",
@@ -31,6 +32,9 @@ __all__ = [
 
 Sink = Callable[[int, int, Outcome], None]
 """Called once per (member, call): quick, must not raise, must not call back into the placer."""
+
+ResultsSink = Callable[[int, int, Sequence[bytes], int], None]
+"""OK for consecutive calls at once: (member, first call, bodies, attempts). Same rules as ``Sink``."""
 
 ChunkSink = Callable[[int, int, Buffers], None]
 """Called once per item of a stream, in order: (member, number, item). Same rules as ``Sink``."""
@@ -94,6 +98,7 @@ class Placer(Protocol):
         *,
         deadline_s: float | None,
         sink: Sink,
+        results_sink: ResultsSink | None = None,
         chunk_sink: ChunkSink | None = None,
         trace: int = 0,
         strict: bool = False,

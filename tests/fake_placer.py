@@ -116,6 +116,7 @@ class FakePlacer:
         *,
         deadline_s,
         sink,
+        results_sink=None,
         chunk_sink=None,
         trace=0,
         strict=False,

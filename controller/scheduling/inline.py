@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.background import shared
-from controller.placer import ChunkSink, Sink, StaticRoster
+from controller.placer import ChunkSink, ResultsSink, Sink, StaticRoster
 from controller.role import Role
 from zbus import names
 from zbus.codec.exceptions import describe_exception, rebuild_exception
@@ -71,10 +71,10 @@ class _InlineExecutor(Executor):
         with _as_rank(self.tracer):
             return super()._run_in_pool(request, *rest)
 
-    def _fail(self, request: Execute, index: int, method: Any, error: BaseException, *rest: Any, **more: Any) -> None:
+    def fail(self, request: Execute, index: int, method: Any, error: BaseException, *rest: Any, **more: Any) -> None:
         if isinstance(error, KeyboardInterrupt | bdb.BdbQuit):
             self.interrupt = error
-        super()._fail(request, index, method, error, *rest, **more)
+        super().fail(request, index, method, error, *rest, **more)
 
 
 def _as_rank(tracer: Tracer | None) -> contextlib.AbstractContextManager[Any]:
@@ -370,6 +370,7 @@ class InlineRuntime:
         *,
         deadline_s: float | None,
         sink: Sink,
+        results_sink: ResultsSink | None = None,  # nothing comes together here
         chunk_sink: ChunkSink | None = None,
         trace: int = 0,
         strict: bool = False,

@@ -8,7 +8,15 @@ from __future__ import annotations
 from zbus.codec import stdlib
 from zbus.codec.classes import register, registered
 from zbus.codec.decoder import decode, decode_calls
-from zbus.codec.encoder import Keep, encode, encode_call, encode_plain_call, encode_plain_calls
+from zbus.codec.encoder import (
+    Keep,
+    encode,
+    encode_call,
+    encode_plain,
+    encode_plain_batch,
+    encode_plain_call,
+    encode_plain_calls,
+)
 from zbus.codec.exceptions import describe_exception, rebuild_exception, register_exception
 from zbus.codec.limits import DEFAULT_LIMITS, Limits
 from zbus.protocol.messages import Buffer
@@ -23,6 +31,8 @@ __all__ = [
     "describe_exception",
     "encode",
     "encode_call",
+    "encode_plain",
+    "encode_plain_batch",
     "encode_plain_call",
     "encode_plain_calls",
     "rebuild_exception",

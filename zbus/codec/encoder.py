@@ -31,6 +31,8 @@ __all__ = [
     "Prepare",
     "encode",
     "encode_call",
+    "encode_plain",
+    "encode_plain_batch",
     "encode_plain_call",
     "encode_plain_calls",
 ]
@@ -125,13 +127,9 @@ def encode(
     Raises:
         CodecError: A part of it cannot be carried exactly or exceeds a limit; ``path`` names that part.
     """
-    if value.__class__ in PLAIN:  # most results; nothing in it to mark, to copy or to count
-        try:
-            body = _pack_plain(value)
-        except (UnicodeEncodeError, OverflowError):  # to be said, or an integer beyond 64 bits
-            body = b""
-        if 0 < len(body) < INLINE_BELOW:
-            return [body]
+    plain = encode_plain(value)
+    if plain is not None:
+        return [plain]
     state = Encoder(limits, keep or (bytes if snapshot else memoryview))
     try:
         body = _pack(state.prepare(value))
@@ -143,6 +141,18 @@ def encode(
         msg = f"{len(body):,} bytes of plain data; the limit is {limits.body_bytes:,}"
         raise CodecError(msg, hint="send numbers as a numpy array or a torch tensor, or in several calls")
     return [body, *state.buffers]
+
+
+def encode_plain(value: Any) -> bytes | None:
+    """Return the one frame of a number, text or bytes, if it is short; None: ``encode`` must be asked."""
+    if value.__class__ in PLAIN:  # most results; nothing in it to mark, to copy or to count
+        try:
+            body: bytes = _pack_plain(value)
+        except (UnicodeEncodeError, OverflowError):  # to be said, or an integer beyond 64 bits
+            return None
+        if len(body) < INLINE_BELOW:
+            return body
+    return None
 
 
 def encode_plain_call(name: str, args: tuple[Any, ...]) -> list[Buffer] | None:
@@ -164,6 +174,17 @@ def encode_plain_calls(calls: Sequence[tuple[str, tuple[Any, ...], Mapping[str, 
         return None
     try:
         body = _pack_plain(calls)
+    except (UnicodeEncodeError, OverflowError):
+        return None
+    return [body] if len(body) < _PLAIN_BELOW else None
+
+
+def encode_plain_batch(names: Sequence[str], arguments: Sequence[tuple[Any, ...]]) -> list[Buffer] | None:
+    """As ``encode_plain_calls``, for calls without keywords."""
+    if not PLAIN.issuperset(map(type, itertools.chain.from_iterable(arguments))):
+        return None
+    try:
+        body = _pack_plain(list(zip(names, arguments, itertools.repeat(_NO_KEYWORDS))))
     except (UnicodeEncodeError, OverflowError):
         return None
     return [body] if len(body) < _PLAIN_BELOW else None

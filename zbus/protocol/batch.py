@@ -36,47 +36,87 @@ class BatchSlots:
         failed: Whether some slot ended other than OK.
     """
 
-    __slots__ = ("_arrivals", "_members", "_open", "_open_calls", "_slots", "calls", "failed")
+    __slots__ = ("_arrivals", "_attempts", "_came", "_members", "_open", "_open_calls", "_slots", "calls", "failed")
+
+    #: for each member, one entry per call: None while it is open, the body of a result that came with others, or the
+    #: outcome; bodies of one member have one number of attempts
+    _slots: list[list[Outcome | bytes | None]]
+    #: (member, first call, calls, how many came before) of each arrival
+    _arrivals: list[tuple[int, int, int, int]]
 
     def __init__(self, members: int, calls: int) -> None:
         self._members = members
         self.calls = calls
-        self._slots: list[list[Outcome | None]] = [[None] * members for _ in range(calls)]
+        self._slots = [[None] * calls for _ in range(members)]
         self._open = members * calls
-        self._open_calls = [members] * calls
-        self._arrivals: list[tuple[int, int]] = []
+        self._open_calls = [members] * calls if members > 1 else None  # of one member, its slots tell
+        self._arrivals = []
+        self._came = 0
+        self._attempts = 1
         self.failed = False
 
     def fill(self, member: int, call: int, outcome: Outcome) -> bool:
         """Take an outcome; False if the slot was filled before (the first one stands)."""
-        row = self._slots[call]
-        if row[member] is not None:
+        row = self._slots[member]
+        if row[call] is not None:
             return False
-        row[member] = outcome
+        row[call] = outcome
         if outcome.kind is not _OK:
             self.failed = True
         self._open -= 1
-        self._open_calls[call] -= 1
-        self._arrivals.append((member, call))
+        if self._open_calls is not None:
+            self._open_calls[call] -= 1
+        self._arrivals.append((member, call, 1, self._came))
+        self._came += 1
+        return True
+
+    def fill_together(self, member: int, call: int, bodies: Sequence[bytes], attempts: int) -> bool:
+        """Take the results of consecutive calls of one member, OK each; False, and nothing taken, if one was filled.
+
+        Args:
+            member: Whose.
+            call: The first of them.
+            bodies: The encoded result of each, one frame without buffers.
+            attempts: See ``Outcome``.
+        """
+        row, end = self._slots[member], call + len(bodies)
+        if row[call:end].count(None) != len(bodies) or (attempts != self._attempts and self._came):
+            return False
+        self._attempts = attempts
+        row[call:end] = bodies
+        self._open -= len(bodies)
+        if self._open_calls is not None:
+            for one in range(call, end):
+                self._open_calls[one] -= 1
+        self._arrivals.append((member, call, len(bodies), self._came))
+        self._came += len(bodies)
         return True
 
     def outcome(self, member: int, call: int) -> Outcome | None:
         """Return what a slot holds."""
-        return self._slots[call][member]
+        held = self._slots[member][call]
+        return Outcome(_OK, (held,), attempts=self._attempts) if type(held) is bytes else held  # type: ignore[return-value]  # the other two
+
+    def body(self, call: int) -> bytes | None:
+        """Return the encoded result of a call of one member, if it came together with others."""
+        held = self._slots[0][call]
+        return held if type(held) is bytes else None
 
     def settled(self, call: int | None = None) -> bool:
         """Tell whether every slot (of one call) is filled."""
-        return (self._open if call is None else self._open_calls[call]) == 0
+        if call is None:
+            return self._open == 0
+        return self._slots[0][call] is not None if self._open_calls is None else self._open_calls[call] == 0
 
     def missing(self, call: int) -> list[int]:
         """Return the members that have not answered a call."""
-        return [member for member, outcome in enumerate(self._slots[call]) if outcome is None]
+        return [member for member, row in enumerate(self._slots) if row[call] is None]
 
     def arrivals(self, call: int, start: int = 0) -> Iterator[tuple[int, int]]:
         """Yield (position, member) of a call's outcomes in order of arrival, from a position on."""
         for position in range(start, len(self._arrivals)):
-            member, of = self._arrivals[position]
-            if of == call:
+            member, first, calls, _ = self._arrivals[position]
+            if first <= call < first + calls:
                 yield position, member
 
     def failures(self, call: int | None = None) -> list[Failure]:
@@ -84,9 +124,9 @@ class BatchSlots:
         found: list[Failure] = []
         if not self.failed:
             return found
-        for order, (member, of) in enumerate(self._arrivals):
-            outcome = self._slots[of][member]
-            if outcome is not None and outcome.kind is not OutcomeKind.OK and call in (None, of):
+        for member, of, calls, order in self._arrivals:
+            outcome = self._slots[member][of] if calls == 1 else None
+            if type(outcome) is Outcome and outcome.kind is not _OK and call in (None, of):
                 found.append(Failure(member, of, outcome, order))
         return found
 

@@ -174,7 +174,7 @@ class Callee(CalleeSessions):
     ) -> list[Effect]:
         """Record that consecutive calls of one request returned, and reply to all of them in one message.
 
-        The replies are kept one by one: said again, each is a message of its own.
+        They are kept as they left: said again, they are one message again.
 
         Args:
             session_id: Session of the request.
@@ -191,14 +191,13 @@ class Callee(CalleeSessions):
         if session is None or lane is None or run is None or run.state is not _RUNNING:
             self._drop("finished_unknown")
             return []
-        first = self._reply_header(Kind.RESULT, session_id, session, lane, seq, 1, run.attempt, Status.OK)
+        header = self._reply_header(Kind.RESULT, session_id, session, lane, seq, len(bodies), run.attempt, Status.OK)
+        joined = (join_bodies(bodies),)
         if type(run.replies) is not list:
             run.replies = []
-        *head, _, calls, attempt, floor, budget_ms, status, trace = first
-        tail = (calls, attempt, floor, budget_ms, status, trace)
-        run.replies += [(_new(Header, (*head, each, *tail)), (body,)) for each, body in enumerate(bodies, seq)]
+        run.replies.append((header, joined))
         run.open_calls -= len(bodies)
-        effects: list[Effect] = [SendTo(first._replace(calls=len(bodies)), (join_bodies(bodies),), lane.peer)]
+        effects: list[Effect] = [SendTo(header, joined, lane.peer)]
         if run.open_calls == 0:
             self._end(session_id, session, lane, run, now, effects)
         return effects

@@ -5,11 +5,14 @@ Part of ``callee.Callee``, where the theory of operation stands.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Final
 
 from zbus.protocol.callee_answers import CalleeAnswers
 from zbus.protocol.callee_state import Lane, Left, Orphan, Run, RunState, SessionState
-from zbus.protocol.messages import Effect, Header, Kind, Status
+from zbus.protocol.frames import split_bodies
+from zbus.protocol.messages import Buffers, Effect, Header, Kind, Status
 
 __all__ = ["CalleeSessions"]
 
@@ -62,8 +65,8 @@ class CalleeSessions(CalleeAnswers):
         return orphan
 
     def _orphan(self, session: bytes, lane: str, seq: int, left: Left) -> Orphan:
-        words = tuple(self._word(header, reply) for header, reply in left.replies)
-        return Orphan(session, left.epoch, lane, seq, left.calls, words)
+        words = itertools.chain.from_iterable(_one_by_one(*self._word(header, reply)) for header, reply in left.replies)
+        return Orphan(session, left.epoch, lane, seq, left.calls, tuple(words))
 
     def knows(self, session: bytes) -> bool:
         """Return whether something of a session runs or may still come."""
@@ -161,6 +164,15 @@ class CalleeSessions(CalleeAnswers):
                 lane.running -= 1
             while lane.queue:
                 self._end_unstarted(session_id, session, lane, lane.queue.popleft(), status, effects)
+
+
+def _one_by_one(header: Header, buffers: Buffers) -> Iterator[tuple[Header, Buffers]]:
+    """Yield the word of each call that a reply is about."""
+    if header.kind == Kind.RESULT and header.calls > 1:
+        for seq, body in enumerate(split_bodies(buffers), header.seq):
+            yield header._replace(seq=seq, calls=1), (body,)
+    else:
+        yield header, buffers
 
 
 def _ran(header: Header) -> bool:

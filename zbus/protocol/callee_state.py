@@ -50,7 +50,7 @@ class Kept:
 
 
 Replies = tuple[tuple[Header, "Buffers | Kept"], ...] | list[tuple[Header, "Buffers | Kept"]]
-"""The last words about a request's calls, as they are said again when asked."""
+"""The last words about a request's calls, as they are said again when asked; one of them may be of several calls."""
 
 
 class Run:

@@ -7,7 +7,19 @@ from typing import Final
 from zbus.protocol.caller_sending import LaneSending
 from zbus.protocol.caller_state import HOLDS, NEVER, RELEASED, Request, RequestState
 from zbus.protocol.frames import FrameError, split_bodies
-from zbus.protocol.messages import Buffers, Chunk, Effect, Finish, Header, Kind, Outcome, OutcomeKind, Poised, Status
+from zbus.protocol.messages import (
+    Buffers,
+    Chunk,
+    Effect,
+    Finish,
+    Header,
+    Kind,
+    Outcome,
+    OutcomeKind,
+    Poised,
+    Results,
+    Status,
+)
 
 __all__ = ["LaneAnswers"]
 
@@ -105,14 +117,21 @@ class LaneAnswers(LaneSending):
         if finished is None:
             finished = request.finished = set()
         lane, attempts, wanted = self.lane, request.attempts, request.open_calls
-        fresh = 0
-        for seq, body in enumerate(bodies, header.seq):
-            if seq not in finished:
-                finished.add(seq)
-                fresh += 1
-                if wanted:
-                    outcome = _new(Outcome, (_OK, (body,), "", "", attempts))
-                    effects.append(_new(Finish, (lane, seq, outcome)))
+        seqs = range(header.seq, header.seq + header.calls)
+        if finished.isdisjoint(seqs):
+            fresh = header.calls
+            finished.update(seqs)
+            if wanted:
+                effects.append(_new(Results, (lane, header.seq, bodies, attempts)))
+        else:  # some of them were told before, in another message
+            fresh = 0
+            for seq, body in zip(seqs, bodies, strict=True):
+                if seq not in finished:
+                    finished.add(seq)
+                    fresh += 1
+                    if wanted:
+                        outcome = _new(Outcome, (_OK, (body,), "", "", attempts))
+                        effects.append(_new(Finish, (lane, seq, outcome)))
         request.replied += fresh
         if wanted:
             request.open_calls -= fresh

@@ -33,7 +33,8 @@ import bisect
 import enum
 import struct
 import sys
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 from zlib import crc32
@@ -41,11 +42,14 @@ from zlib import crc32
 from zbus.protocol.messages import Buffers
 
 __all__ = [
+    "BEGAN",
     "BLOCKS",
     "BLOCK_BYTES",
+    "ENDED",
     "FILE_BYTES",
     "HEADER_BYTES",
     "LANE_BYTES",
+    "MASK",
     "RING",
     "Fate",
     "JournalError",
@@ -66,9 +70,15 @@ RING: Final = 2048
 BLOCKS: Final = 64
 """(session, lane) pairs that one worker keeps at a time."""
 
-_MASK: Final = RING - 1
-_BEGAN: Final = 1
-_ENDED: Final = 2
+MASK: Final = RING - 1
+"""The place of a seq in its ring is ``seq & MASK``."""
+
+BEGAN: Final = 1
+"""State of a mark: the call began."""
+
+ENDED: Final = 2
+"""State of a mark: it returned."""
+
 _RAISED: Final = 3
 _STATE: Final = 3
 _ANSWERED: Final = 4
@@ -141,29 +151,50 @@ class LaneRing:
 
     def begin(self, seq: int) -> None:
         """Mark that the call at ``seq`` starts. Right before it does."""
-        self._marks[seq & _MASK] = seq << 8 | _BEGAN
+        self._marks[seq & MASK] = seq << 8 | BEGAN
 
     def end(self, seq: int) -> None:
         """Mark that it returned. Right after."""
-        self._marks[seq & _MASK] = seq << 8 | _ENDED
+        self._marks[seq & MASK] = seq << 8 | ENDED
 
     def raised(self, seq: int) -> None:
         """Mark that it ended by an exception. Right after."""
-        self._marks[seq & _MASK] = seq << 8 | _RAISED
+        self._marks[seq & MASK] = seq << 8 | _RAISED
 
     def answered(self, seq: int, frames: Buffers) -> None:
         """Keep the fingerprint of its encoded reply. After ``end``, before the reply leaves."""
         body = frames[0]
         size = len(body)
-        index = seq & _MASK
+        index = seq & MASK
         short = size <= _HEAD_BYTES and len(frames) == 1
         self._prints[index] = size << 32 | crc32(body) if short else fingerprint(frames)
-        self._marks[index] = seq << 8 | _ENDED | _ANSWERED
+        self._marks[index] = seq << 8 | ENDED | _ANSWERED
+
+    def answered_together(self, seq: int, bodies: Sequence[bytes]) -> None:
+        """As ``answered`` for the calls from ``seq`` on, each of one short frame."""
+        at, done = seq & MASK, 0
+        while done < len(bodies):
+            taken = bodies[done : done + RING - at]  # up to where the ring comes round
+            count = len(taken)
+            first = (seq + done) << 8 | ENDED | _ANSWERED
+            self._prints[at : at + count] = array("Q", [len(body) << 32 | crc32(body) for body in taken])
+            self._marks[at : at + count] = array("Q", range(first, first + (count << 8), 1 << 8))
+            done += count
+            at = 0
+
+    def has_begun(self, seq: int) -> bool:
+        """Whether the call at ``seq`` began and has not ended."""
+        return self._marks[seq & MASK] == seq << 8 | BEGAN
+
+    @property
+    def marks(self) -> Words:
+        """The words, for the loop of a batch: it has no time for a call per mark, and stores what ``begin`` would."""
+        return self._marks
 
     @property
     def running(self) -> bool:
         """Whether a call of this ring began and did not end."""
-        return any(mark & _STATE == _BEGAN for mark in self._marks)
+        return any(mark & _STATE == BEGAN for mark in self._marks)
 
 
 # -- what is told ------------------------------------------------------------------------------------------------------
@@ -242,7 +273,7 @@ def history(session: bytes, lane: str, marks: Iterable[int]) -> LaneHistory:
     for index, mark in enumerate(marks):
         if mark:
             seq, state = mark >> 8, mark & _STATE
-            if seq & _MASK != index or not state or mark & 0xFF > _ANSWERED | _STATE:
+            if seq & MASK != index or not state or mark & 0xFF > _ANSWERED | _STATE:
                 msg = f"lane {lane!r}: mark {mark:#x} at place {index}"
                 raise JournalError(msg)
             known[seq] = state
@@ -256,7 +287,7 @@ def history(session: bytes, lane: str, marks: Iterable[int]) -> LaneHistory:
         if place < 0:
             continue
         state = known[seq]
-        if state == _BEGAN:
+        if state == BEGAN:
             began.append(place)
             continue
         if state == _RAISED:

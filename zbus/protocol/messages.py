@@ -23,6 +23,7 @@ __all__ = [
     "Outcome",
     "OutcomeKind",
     "Poised",
+    "Results",
     "SendTo",
     "Status",
     "StreamCredit",
@@ -210,11 +211,26 @@ class StreamCredit(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """Deliver an outcome to the user of the caller. Exactly one per call, ever."""
+    """Deliver an outcome to the user of the caller. Exactly one per call, ever (or its part of a ``Results``)."""
 
     lane: str
     seq: int
     outcome: Outcome
+
+
+class Results(NamedTuple):
+    """Deliver OK to consecutive calls of one request: what a ``Finish`` for each would say.
+
+    Attributes:
+        lane, seq: The first of them.
+        bodies: Encoded result of each, one frame without buffers.
+        attempts: How many times their request was transmitted.
+    """
+
+    lane: str
+    seq: int
+    bodies: Sequence[bytes]
+    attempts: int
 
 
 class Poised(NamedTuple):
@@ -233,4 +249,4 @@ class Chunk(NamedTuple):
     buffers: Buffers
 
 
-Effect = SendTo | Execute | CancelRunning | StreamCredit | Finish | Chunk | Poised
+Effect = SendTo | Execute | CancelRunning | StreamCredit | Finish | Results | Chunk | Poised

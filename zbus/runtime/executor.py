@@ -13,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import operator
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import GeneratorType
@@ -29,9 +30,9 @@ from zbus.codec import Keep, decode_calls, encode
 from zbus.codec.exceptions import describe_exception
 from zbus.engine import EndpointSpec, Engine
 from zbus.errors import CallStopped
-from zbus.protocol.frames import INLINE_BYTES
 from zbus.protocol.journal import LaneRing
 from zbus.protocol.messages import Buffer, Buffers, CancelRunning, Execute, Kind, Status, StreamCredit
+from zbus.runtime.batches import Holding, refuse_stream, run_batch
 from zbus.runtime.stopping import CurrentCall, running, task_call
 from zbus.runtime.streams import RunningStream
 from zbus.runtime.watchdog import Handler
@@ -45,9 +46,9 @@ __all__ = ["Answers", "Builtin", "Executor"]
 _LOOP_END_S: Final = 1.0
 """How long async calls that still run have to end when the loop does."""
 
-_HOLD_NS: Final = 1_000_000
-_HOLD_CALLS: Final = 256
-"""A short result of a batch waits for others at most so long, and for at most so many."""
+_METHOD: Final = operator.itemgetter(0)
+_PARTS: Final = {3}
+_TEXT: Final = {str}
 
 Builtin = Callable[..., Any]
 
@@ -72,16 +73,6 @@ class Arrays(Protocol):
 
     def keeper(self, session: bytes) -> Keep | None:
         """Return what makes the frames of an answer's arrays; None for copies of them."""
-
-
-class Holding(Answers, Protocol):
-    """Answers of which several can leave in one message."""
-
-    def hold(self, request: Execute) -> deque[bytes]:
-        """Return where short results of a batch may be left in place of ``finish``."""
-
-    def flush(self, *, over: bool = False) -> None:
-        """Send what was left there; ``over``: nothing more is left."""
 
 
 class Marks(Protocol):
@@ -159,16 +150,17 @@ class Executor:
         self._builtins = dict(builtins)
         self._engine: Engine | None = None
         self._table: dict[str, EndpointSpec] = {}
-        self._functions: dict[str, Callable[..., Any]] = {}
+        self.functions: dict[str, Callable[..., Any]] = {}
         self._async_lanes: frozenset[str] = frozenset()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pools: dict[str, ThreadPoolExecutor] = {"ctl": ThreadPoolExecutor(4, "zbus-ctl")}
         self._tasks: dict[tuple[bytes, str, int], asyncio.Task[None]] = {}  # those that have begun
         self._waiting: set[asyncio.Task[None]] = set()  # all: a loop keeps only weak references
         self._streams: dict[tuple[bytes, str, int], RunningStream] = {}
-        self._unwanted: set[tuple[bytes, str, int]] = set()  # requests that are not to go on; gone with their end
+        self.unwanted: set[tuple[bytes, str, int]] = set()  # requests that are not to go on; gone with their end
         self._closed = False
-        self._recent: deque[tuple[int, str, bytes, str]] = deque(maxlen=512)
+        # First seq, lane, session and methods of the last requests.
+        self._recent: deque[tuple[int, str, bytes, Sequence[str]]] = deque(maxlen=512)
         self.done = 0
         self.failed = 0
 
@@ -183,7 +175,7 @@ class Executor:
 
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._run_loop, name="zbus-async", daemon=True).start()
-        self._functions = {name: getattr(engine, name) for name in table}
+        self.functions = {name: getattr(engine, name) for name in table}
         self._engine = engine
 
     def remove(self) -> Engine | None:
@@ -199,13 +191,20 @@ class Executor:
 
     def method_of(self, session: bytes, lane: str, seq: int) -> str:
         """Return the method of a call that ran here lately, or an empty text."""
-        return next((c[3] for c in reversed(self._recent) if c[0] == seq and c[1] == lane and c[2] == session), "")
+        return next(
+            (
+                methods[seq - first]
+                for first, of, whose, methods in reversed(self._recent)
+                if of == lane and whose == session and first <= seq < first + len(methods)
+            ),
+            "",
+        )
 
     def current_calls(self) -> list[dict[str, Any]]:
         """Return what runs now: method, lane, seq, age in seconds; oldest first."""
         now = time.monotonic_ns()
-        mine = {call for call in running.copy().values() if call.owner is self}
-        calls = sorted(mine, key=lambda call: call.since_ns)
+        mine = {id(call): call for call in running.copy().values() if call.owner is self}
+        calls = sorted(mine.values(), key=lambda call: call.since_ns)
         return [
             {"method": c.method, "lane": c.request.lane, "seq": c.seq, "age_s": round((now - c.since_ns) / 1e9, 3)}
             for c in calls
@@ -244,7 +243,7 @@ class Executor:
         What of it has not begun here will not begin. Called while the callee has it as running, so before its end.
         """
         key = (effect.session, effect.lane, effect.seq)
-        self._unwanted.add(key)
+        self.unwanted.add(key)
         if effect.lane in self._async_lanes:
             self._soon(self._cancel_task, key)
         stream = self._streams.get(key)
@@ -253,7 +252,7 @@ class Executor:
 
     def is_stopped(self, request: Execute) -> bool:
         """Tell whether the caller of a request no longer wants it. Any thread."""
-        return bool(self._unwanted) and (request.session, request.lane, request.seq) in self._unwanted
+        return bool(self.unwanted) and (request.session, request.lane, request.seq) in self.unwanted
 
     def credit(self, effect: StreamCredit) -> None:
         """Let a stream run on."""
@@ -279,39 +278,38 @@ class Executor:
         decoded = time.monotonic_ns()
         if request.calls == 1:
             deadline_ns = request.deadline_ns
-            late = self._unwanted or (deadline_ns is not None and decoded >= deadline_ns)
-            if not late or not self._refused(request, 0, decoded):
+            self.note(request, (calls[0][0],))
+            late = self.unwanted or (deadline_ns is not None and decoded >= deadline_ns)
+            if not late or not self.refused(request, 0, decoded):
                 self._run_one(request, 0, calls, started, decoded)
         else:
-            self._run_batch(request, calls, started, decoded)
-        if self._unwanted:
-            self._unwanted.discard((request.session, request.lane, request.seq))
+            self._run_batch(request, calls, started)
+        if self.unwanted:
+            self.unwanted.discard((request.session, request.lane, request.seq))
 
-    def _run_batch(self, request: Execute, calls: list[Any], started: int, decoded: int) -> None:
-        # Short results that follow closely leave in one message; not under fail-points, which stand around each.
-        holding = self._holding if request.lane == "main" and failpoints.active is None else None
-        held = None if holding is None else holding.hold(request)
+    def _run_batch(self, request: Execute, calls: list[Any], started: int) -> None:
+        holding = self._holding
+        if holding is not None and request.lane == "main" and failpoints.active is None:
+            ring = self._unkept if self._rings is None else self._rings(request.session, request.lane)
+            run_batch(self, holding, request, calls, ring, started, traced=get_tracer().rpc)
+            return
+        decoded = time.monotonic_ns()
+        self.note(request, list(map(_METHOD, calls)))
         poisoned = False
-        flushed = decoded
         for index in range(len(calls)):
             if poisoned:
                 self._answers.finish(request, index, Kind.FAILURE, Status.PREDECESSOR, ())
                 continue
-            if self._refused(request, index, decoded):
+            if self.refused(request, index, decoded):
                 poisoned = request.strict
                 continue
-            ok = self._run_one(request, index, calls, started, decoded, held)
+            ok = self._run_one(request, index, calls, started, decoded)
             poisoned = request.strict and not ok
             started = decoded = time.monotonic_ns()
-            if holding is not None and (started - flushed > _HOLD_NS or index % _HOLD_CALLS == _HOLD_CALLS - 1):
-                holding.flush()
-                flushed = started
-        if holding is not None:
-            holding.flush(over=True)
 
-    def _refused(self, request: Execute, index: int, now: int) -> bool:
+    def refused(self, request: Execute, index: int, now: int) -> bool:
         """Answer a call that is not to begin any more, and say so."""
-        if self._unwanted and self.is_stopped(request):
+        if self.unwanted and self.is_stopped(request):
             self._answers.finish(request, index, Kind.FAILURE, Status.CANCELLED, ())
             return True
         if request.deadline_ns is not None and now >= request.deadline_ns:
@@ -320,9 +318,8 @@ class Executor:
         return False
 
     def _run_one(  # private, one caller, hot path
-        self, request: Execute, index: int, calls: list[Any], started: int, decoded: int,
-        held: deque[bytes] | None = None,
-    ) -> bool:  # fmt: skip
+        self, request: Execute, index: int, calls: list[Any], started: int, decoded: int
+    ) -> bool:
         seq = request.seq + index
         key = threading.get_ident()
         method, args, kwargs = calls[index]
@@ -330,7 +327,7 @@ class Executor:
         running[key] = CurrentCall(self, request, method, seq, decoded)
         marks = self._marks(request)
         try:
-            function = self._resolve(request, method)
+            function = self.resolve(request, method)
             marks.begin(seq)
             try:
                 value = function(*args, **kwargs)
@@ -342,21 +339,21 @@ class Executor:
                 raise
             marks.end(seq)
             ended = time.monotonic_ns()
-            frames = self._encode(request, value)
+            frames = self.encode_answer(request, value)
             # What it was called with goes before the caller hears of it: memory of this host can be used again at once.
             value = args = kwargs = None
             marks.answered(seq, frames)
         except BaseException as error:  # whatever a method raises is its call's outcome  # noqa: BLE001
-            self._fail(request, index, method, error, started, decoded)
+            self.fail(request, index, method, error, started, decoded)
             return False
         finally:
             running.pop(key, None)
-        return self._answer(request, index, method, frames, started, decoded, ended, held)
+        return self._answer(request, index, method, frames, started, decoded, ended)
 
     def _stream_sync(  # private, one caller
         self, request: Execute, method: str, items: Generator[Any, Any, Any], marks: Marks, started: int, decoded: int
     ) -> bool:
-        stream = RunningStream(self._answers, request, None, partial(self._encode, request))
+        stream = RunningStream(self._answers, request, None, partial(self.encode_answer, request))
         with self._streaming(stream, request, method, marks, started, decoded), contextlib.closing(items):
             for item in items:
                 stream.wait(lambda: self.is_stopped(request), method)
@@ -395,7 +392,7 @@ class Executor:
             task.add_done_callback(self._waiting.discard)
 
     def _cancel_task(self, key: tuple[bytes, str, int]) -> None:
-        """Cancel what has begun; what has not looks at ``_unwanted`` first. On the loop."""
+        """Cancel what has begun; what has not looks at ``unwanted`` first. On the loop."""
         task = self._tasks.get(key)
         if task is not None:
             task.cancel()
@@ -411,7 +408,7 @@ class Executor:
             await self._run_calls(request)
         finally:
             self._tasks.pop(key, None)
-            self._unwanted.discard(key)
+            self.unwanted.discard(key)
 
     async def _run_calls(self, request: Execute) -> None:
         started = time.monotonic_ns()
@@ -419,12 +416,13 @@ class Executor:
         if calls is None:
             return
         decoded = time.monotonic_ns()
+        self.note(request, list(map(_METHOD, calls)))
         poisoned = False
         for index in range(len(calls)):
             if poisoned:
                 self._answers.finish(request, index, Kind.FAILURE, Status.PREDECESSOR, ())
                 continue
-            if self._refused(request, index, decoded):
+            if self.refused(request, index, decoded):
                 poisoned = request.strict
                 continue
             ok = await self._run_one_async(request, index, calls, started, decoded)
@@ -442,7 +440,7 @@ class Executor:
         task_call.set(call)
         marks = self._marks(request)
         try:
-            function = self._resolve(request, method)
+            function = self.resolve(request, method)
             spec = self._table.get(method)
             if spec is not None and not spec.is_async:
                 value = await self._run_beside(request, call, function, args, kwargs)
@@ -459,11 +457,11 @@ class Executor:
                     raise
                 marks.end(seq)
             ended = time.monotonic_ns()
-            frames = self._encode(request, value)
+            frames = self.encode_answer(request, value)
             value = args = kwargs = None  # as in _run_one
             marks.answered(seq, frames)
         except BaseException as error:  # as in _run_one; a cancel is an outcome too  # noqa: BLE001
-            self._fail(request, index, method, error, started, decoded)
+            self.fail(request, index, method, error, started, decoded)
             return False
         finally:
             running.pop(id(call), None)
@@ -509,7 +507,7 @@ class Executor:
     async def _stream_async(  # private, one caller
         self, request: Execute, method: str, items: AsyncGenerator[Any, Any], marks: Marks, started: int, decoded: int
     ) -> bool:
-        stream = RunningStream(self._answers, request, self._loop, partial(self._encode, request))
+        stream = RunningStream(self._answers, request, self._loop, partial(self.encode_answer, request))
         with self._streaming(stream, request, method, marks, started, decoded):
             async with contextlib.aclosing(items):
                 async for item in items:
@@ -520,17 +518,12 @@ class Executor:
     # -- shared --------------------------------------------------------------------------------------------------
 
     def _answer(  # private, hot path
-        self, request: Execute, index: int, method: str, frames: Buffers, started: int, decoded: int, ended: int,
-        held: deque[bytes] | None = None,
-    ) -> bool:  # fmt: skip
-        """Answer a call that returned; ``held``: where a short result may wait for others."""
+        self, request: Execute, index: int, method: str, frames: Buffers, started: int, decoded: int, ended: int
+    ) -> bool:
+        """Answer a call that returned."""
         encoded = time.monotonic_ns()
-        body = frames[0]
-        if held is not None and type(body) is bytes and len(frames) == 1 and len(body) <= INLINE_BYTES:
-            held.append(body)
-        else:
-            self._answers.finish(request, index, Kind.RESULT, Status.OK, frames)
-        self._record(request, request.seq + index, method, started, decoded, ended, "OK", encoded)
+        self._answers.finish(request, index, Kind.RESULT, Status.OK, frames)
+        self.record(request, request.seq + index, method, started, decoded, ended, "OK", encoded)
         self.done += 1
         return True
 
@@ -541,16 +534,16 @@ class Executor:
             if len(frames) > 1 and self._arrays is not None:
                 frames = self._arrays.opened(frames, request.session)
             calls = decode_calls(frames)
-            if type(calls) is not list or len(calls) != request.calls or any(len(call) != 3 for call in calls):
+            if type(calls) is not list or len(calls) != request.calls or set(map(len, calls)) != _PARTS:
                 msg = f"a request of {request.calls} calls holds {len(calls)}"  # or none: [[method, args, kwargs], …]
                 raise ValueError(msg)
         except Exception as error:  # a body that is not one: the caller's fault, told to the caller  # noqa: BLE001
             for index in range(request.calls):
-                self._fail(request, index, "?", error, time.monotonic_ns(), 0)
+                self.fail(request, index, "?", error, time.monotonic_ns(), 0)
             return None
         return calls
 
-    def _encode(self, request: Execute, value: Any) -> list[Buffer]:
+    def encode_answer(self, request: Execute, value: Any) -> list[Buffer]:
         """Return the frames of an answer; arrays in it may change afterwards."""
         keep = None if self._arrays is None or request.lane == "ctl" else self._arrays.keeper(request.session)
         return encode(value, snapshot=True, keep=keep)
@@ -577,21 +570,28 @@ class Executor:
             stream.well = True
         except BaseException as error:  # as in _run_one  # noqa: BLE001
             marks.raised(request.seq)
-            self._fail(request, 0, method, error, started, decoded, chunks=stream.sent, kind=Kind.END)
+            self.fail(request, 0, method, error, started, decoded, chunks=stream.sent, kind=Kind.END)
             return
         finally:
             del self._streams[stream.key]
         ended = time.monotonic_ns()
         self._answers.finish(request, 0, Kind.END, Status.OK, encode(None), chunks=stream.sent)
-        self._record(request, request.seq, method, started, decoded, ended, "OK")
+        self.record(request, request.seq, method, started, decoded, ended, "OK")
         self.done += 1
 
-    def _resolve(self, request: Execute, method: Any) -> Callable[..., Any]:
+    def resolve(self, request: Execute, method: Any) -> Callable[..., Any]:
+        """Return what a request calls by a name.
+
+        Raises:
+            AttributeError: There is no such method on its lane.
+            PermissionError: It is not for a guest.
+            TypeError: A name is text.
+        """
         lane = request.lane
         if request.epoch and type(method) is str:
             spec = self._table.get(method)
             if spec is not None and spec.lane == lane:
-                return self._functions[method]
+                return self.functions[method]
         if type(method) is not str:
             msg = f"a method name is text, not {type(method).__name__}"
             raise TypeError(msg)
@@ -607,7 +607,7 @@ class Executor:
         if spec.effect != "pure" and request.epoch == 0:
             msg = f"endpoint {method!r} of {self.name} is declared {spec.effect!r}; a guest may only make pure calls"
             raise PermissionError(msg)
-        return self._functions[method]
+        return self.functions[method]
 
     def _missing(self, method: str, spec: EndpointSpec | None, lane: str) -> str:
         if spec is not None:
@@ -618,7 +618,7 @@ class Executor:
         hint = f"; did you mean `{near[0]}`?" if near else ""
         return f"engine {type(self._engine).__name__} of {self.name} has no endpoint {method!r}{hint}"
 
-    def _fail(  # private
+    def fail(
         self,
         request: Execute,
         index: int,
@@ -630,6 +630,7 @@ class Executor:
         chunks: int = 0,
         kind: Kind = Kind.FAILURE,
     ) -> None:
+        """Answer a call that raised, and say so in the log."""
         if self._closed:
             return  # nobody takes answers any more
         ended = time.monotonic_ns()
@@ -639,7 +640,7 @@ class Executor:
         encoded = time.monotonic_ns()
         status = Status.STOPPED if stopped else Status.APP_ERROR
         self._answers.finish(request, index, kind, status, frames, chunks=chunks)
-        self._record(request, request.seq + index, str(method), started, decoded, ended, "APP_ERROR", encoded)
+        self.record(request, request.seq + index, str(method), started, decoded, ended, "APP_ERROR", encoded)
         if stopped:
             print(f"zbus: {self.name} {method!r} was stopped before its end", file=sys.stderr)  # the log  # noqa: T201
             return
@@ -655,11 +656,17 @@ class Executor:
             return True
         return type(error).__name__ == "CancelledError" and self.is_stopped(request)
 
-    def _record(  # private, hot path
+    def note(self, request: Execute, methods: Sequence[Any]) -> None:
+        """Remember which methods the calls of a request name, for ``method_of``."""
+        if set(map(type, methods)) != _TEXT:
+            methods = [method if type(method) is str else "?" for method in methods]
+        self._recent.append((request.seq, request.lane, request.session, methods))
+
+    def record(  # hot path
         self, request: Execute, seq: int, method: str, started: int, decoded: int, ended: int, outcome: str,
         encoded: int = 0,
     ) -> None:  # fmt: skip
-        self._recent.append((seq, request.lane, request.session, method))
+        """Record a call in the trace, if that is on."""
         tracer = get_tracer()
         if tracer.rpc:
             tracer.bus_server(
@@ -670,5 +677,4 @@ class Executor:
 
 def _check_alone(request: Execute, method: str) -> None:
     if request.calls > 1:
-        msg = f"{method!r} gave a generator: a stream cannot be one call of several in a batch"
-        raise TypeError(msg)
+        refuse_stream(method)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from zbus.errors import CallStopped
 
@@ -26,17 +26,14 @@ class Owner(Protocol):
         """Tell whether the caller of a request no longer wants it."""
 
 
-class CurrentCall:
+class CurrentCall(NamedTuple):
     """A call that runs now, for ``checkpoint`` and for status and death reports."""
 
-    __slots__ = ("method", "owner", "request", "seq", "since_ns")
-
-    def __init__(self, owner: Owner, request: Execute, method: str, seq: int, since_ns: int) -> None:
-        self.owner = owner
-        self.request = request
-        self.method = method
-        self.seq = seq
-        self.since_ns = since_ns
+    owner: Owner
+    request: Execute
+    method: str
+    seq: int
+    since_ns: int
 
 
 running: Final[dict[int, CurrentCall]] = {}

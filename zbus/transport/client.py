@@ -36,6 +36,7 @@ from zbus.protocol.messages import (
     Outcome,
     OutcomeKind,
     Poised,
+    Results,
     SendTo,
     Status,
     nbytes_of,
@@ -46,19 +47,13 @@ from zbus.transport.interrupts import gate
 from zbus.transport.multipart import Socket
 from zbus.transport.reactor import Reactor
 from zbus.transport.sockets import SocketFactory
+from zbus.transport.waiters import ChunkSink, ResultsSink, Sink, Waiters
 
-__all__ = ["ChunkSink", "Client", "Exchange", "Peer", "PeerState", "Placed", "Sink"]
+__all__ = ["ChunkSink", "Client", "Exchange", "Peer", "PeerState", "Placed", "ResultsSink", "Sink"]
 
 log = logging.getLogger("zbus.client")
 
 _NEVER: Final = 1 << 62
-
-Sink = Callable[[int, int, Outcome], None]
-"""``sink(member index, call index, outcome)``: once per call, under the client's lock, on whichever thread drives."""
-
-ChunkSink = Callable[[int, int, Buffers], None]
-"""``sink(member index, chunk number, buffers)``: each item of a stream, in order."""
-
 
 Exchange = tuple[int, int, int, int]
 """When we asked, when the other got it, when it answered, when we got that; each on its own monotonic clock, in ns."""
@@ -89,13 +84,12 @@ _RANK: Final = {
 class _Lane:
     """One lane of a peer: its machine, and who waits for which seq."""
 
-    __slots__ = ("chunks", "gangs", "link", "machine", "sinks", "wanted")
+    __slots__ = ("gangs", "link", "machine", "waiters", "wanted")
 
     def __init__(self, machine: CallerLane, link: _Link) -> None:
         self.machine = machine
         self.link = link
-        self.sinks: dict[int, tuple[Sink, int, int]] = {}
-        self.chunks: dict[int, tuple[ChunkSink, int]] = {}
+        self.waiters = Waiters()
         self.wanted = False  # somebody found it crowded, or was about to look
         self.gangs: dict[int, Callable[[], None]] = {}  # told that the callee holds the request and waits for GO
 
@@ -476,7 +470,7 @@ class Client:
             now = self.clock.monotonic_ns()
             for link in peer.links.values():
                 for lane in link.lanes.values():
-                    peer.had_calls = peer.had_calls or (bool(lane.sinks) and lane.machine.lane != "ctl")
+                    peer.had_calls = peer.had_calls or (bool(lane.waiters) and lane.machine.lane != "ctl")
                     self.execute(lane, lane.machine.give_up(reason, evidence, now))
             peer.lost = (reason, evidence)
             peer.refresh()
@@ -510,6 +504,7 @@ class Client:
         *,
         deadline_s: float | None,
         sink: Sink,
+        results_sink: ResultsSink | None = None,
         chunk_sink: ChunkSink | None = None,
         trace: int = 0,
         strict: bool = False,
@@ -526,6 +521,7 @@ class Client:
             count: Calls in each payload (>= 1).
             deadline_s: Seconds from now, or None for no deadline.
             sink: Told of each call's outcome.
+            results_sink: Told in its place where several calls came well in one message.
             chunk_sink: Told of each item of a stream; only with one member and ``count`` 1.
             trace: Span id of the caller.
             strict: A failed call makes its successors in this batch NOT_EXECUTED.
@@ -547,17 +543,18 @@ class Client:
             together = together and len(members) > 1
             if together:
                 sink = self._gang(members, lane, sink, deadline_ns)
+                results_sink = None  # each outcome counts for the start
             seqs: list[int] = []
             lanes: list[_Lane] = []
             for index, peer in enumerate(members):
                 found = self._lane(peer, lane)
                 if chunk_sink is not None:
-                    found.chunks[found.machine.next_seq] = (chunk_sink, index)
+                    found.waiters.chunks[found.machine.next_seq] = (chunk_sink, index)
                 payload = payloads[index] if len(payloads[index]) == 1 else self._addressed(payloads[index], peer)
                 seqs.append(
                     self._put(
                         found, payload, count, sizes[index], deadline_ns, now, sink, index, trace, strict,
-                        together,
+                        together, results_sink,
                     )
                 )  # fmt: skip
                 lanes.append(found)
@@ -591,6 +588,7 @@ class Client:
     def _put(  # noqa: PLR0917  # private, hot path
         self, lane: _Lane, payload: Buffers, count: int, nbytes: int, deadline_ns: int | None, now: int, sink: Sink,
         member: int, trace: int, strict: bool, together: bool = False,  # noqa: FBT001, FBT002
+        results_sink: ResultsSink | None = None,
     ) -> int:  # fmt: skip
         """Take the next places of one member's lane; what can leave at once is booked while it is on its way."""
         machine = lane.machine
@@ -602,9 +600,9 @@ class Client:
             lane.link.channel.send(header, payload)
             machine.sent(header, payload, nbytes, deadline_ns, now)
         if count == 1:
-            lane.sinks[seq] = (sink, member, 0)
+            lane.waiters.singles[seq] = (sink, member, 0)
         else:
-            lane.sinks.update((seq + offset, (sink, member, offset)) for offset in range(count))
+            lane.waiters.add_batch(seq, count, member, sink, results_sink)
         if header is None:
             _, effects = machine.place(
                 payload, count, nbytes, deadline_ns, now, trace=trace, strict=strict, together=together
@@ -751,27 +749,30 @@ class Client:
         """Do what a lane's machine asks; ``placing``: of a request that is being placed. Under the lock."""
         for effect in effects:
             if type(effect) is Finish:
-                seq = effect.seq
-                if lane.chunks:
-                    lane.chunks.pop(seq, None)
-                sink, member, call = lane.sinks.pop(seq)
-                sink(member, call, effect.outcome)
-                if lane.wanted and lane.machine.roomy:
-                    lane.wanted = False
-                    for watcher in tuple(self._room_watchers):
-                        watcher()
+                lane.waiters.finish(effect)
+                if lane.wanted:
+                    self._make_room(lane)
             elif type(effect) is SendTo:
                 lane.link.channel.send(effect.header, effect.buffers)
                 if self.on_sent is not None and effect.header.kind == _REQ and not placing:
                     self.on_sent(lane.link.peer, effect.header)
+            elif type(effect) is Results:
+                lane.waiters.results(effect)
+                if lane.wanted:
+                    self._make_room(lane)
             elif type(effect) is Chunk:
-                waiting = lane.chunks.get(effect.seq)
-                if waiting is not None:
-                    waiting[0](waiting[1], effect.number, effect.buffers)
+                lane.waiters.chunk(effect)
             elif type(effect) is Poised:
                 holds = lane.gangs.get(effect.seq)
                 if holds is not None:
                     holds()
+
+    def _make_room(self, lane: _Lane) -> None:
+        """Tell those who found a lane crowded, if there is room again."""
+        if lane.machine.roomy:
+            lane.wanted = False
+            for watcher in tuple(self._room_watchers):
+                watcher()
 
     def _gang(self, members: Sequence[Peer], lane_name: str, sink: Sink, deadline_ns: int | None) -> Sink:
         """Make the next request of each member's lane start together; return the sink to place it with."""
@@ -817,7 +818,7 @@ class Client:
             if link.machine.dead(now, reason, evidence):
                 link.channel.clear_outbox()
                 for lane in link.lanes.values():
-                    peer.had_calls = peer.had_calls or (bool(lane.sinks) and lane.machine.lane != "ctl")
+                    peer.had_calls = peer.had_calls or (bool(lane.waiters) and lane.machine.lane != "ctl")
                     name = lane.machine.lane
                     history = None if journal is None or name == "ctl" else journal.lane(self.session, name)
                     self.execute(lane, lane.machine.on_dead(reason, evidence, history))

@@ -74,10 +74,11 @@ Run = Callable[[Execute], None]
 class _Held:
     """Results of a batch that wait for their message."""
 
-    __slots__ = ("bodies", "index", "request")
+    __slots__ = ("answered", "bodies", "index", "request")
 
-    def __init__(self, request: Execute) -> None:
+    def __init__(self, request: Execute, answered: Callable[[int, Sequence[bytes]], None]) -> None:
         self.request = request
+        self.answered = answered  # told of (first seq, bodies) before they leave
         self.index = 0  # number of the call whose body is the first
         self.bodies: deque[bytes] = deque()
 
@@ -258,13 +259,17 @@ class Server:
         if trap is not None:
             trap("after_reply")
 
-    def hold(self, request: Execute) -> deque[bytes]:
+    def hold(self, request: Execute, answered: Callable[[int, Sequence[bytes]], None]) -> deque[bytes]:
         """Return where short results of a batch may be left instead of ``finish``, so that many leave in one message.
 
         The first one left there is of call number 0, the next of the next, and so on, where ``finish`` has its place
         among them. ``flush`` sends them, and so does the bus thread if a call turns out to be long. Main thread.
+
+        Args:
+            request: The batch.
+            answered: Told of (first seq, bodies) before they leave. Under the lock.
         """
-        held = self._held = _Held(request)
+        held = self._held = _Held(request, answered)
         return held.bodies
 
     def flush(self, *, over: bool = False) -> None:
@@ -284,6 +289,7 @@ class Server:
             request, bodies = held.request, [held.bodies.popleft() for _ in range(len(held.bodies))]
             first = request.seq + held.index
             held.index += len(bodies)
+            held.answered(first, bodies)
             self._do(self.callee.finished_together(request.session, request.lane, first, bodies, now))
 
     def _flush_late(self) -> None:

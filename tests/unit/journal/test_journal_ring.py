@@ -182,3 +182,21 @@ def test_the_fingerprint_of_a_reply_is_kept(frames) -> None:
     ring.answered(RING + 1, frames)
     assert prints[1] == fingerprint(frames)
     assert told(marks).fate(RING + 1) is Fate.ENDED
+
+
+@pytest.mark.parametrize("first", [0, 5, RING - 2, 3 * RING - 1])
+def test_replies_that_leave_together_are_marked_as_each_would_be(first: int) -> None:
+    """Also where the ring comes round between them."""
+    bodies = [b"a", b"", bytes(700), b"last"]
+    rings = [([0] * RING, [0] * RING) for _ in range(2)]
+    each, together = (LaneRing(*words) for words in rings)
+    for seq in range(first, first + 4):
+        assert not each.has_begun(seq)
+        each.begin(seq)
+        assert each.has_begun(seq)
+        each.end(seq)
+        assert not each.has_begun(seq)
+    for seq, body in enumerate(bodies, first):
+        each.answered(seq, (body,))
+    together.answered_together(first, bodies)
+    assert rings[0] == rings[1]

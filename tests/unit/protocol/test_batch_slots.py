@@ -70,3 +70,34 @@ def test_the_root_comes_before_what_follows_from_it():
     assert [failure.member for failure in causes(failures)] == [4, 5, 6, 3, 2, 1, 0]
     echo = causes(failures, lambda failure: failure.member == 4)
     assert [failure.member for failure in echo] == [5, 6, 3, 4, 2, 1, 0]
+
+
+def test_results_that_come_together_fill_their_slots_at_once():
+    """They count as outcomes of their own, in order of arrival; a slot that is filled refuses them all."""
+    slots = BatchSlots(1, 4)
+    assert slots.fill_together(0, 1, [b"b", b"c"], 1)
+    assert (slots.settled(0), slots.settled(1), slots.settled(), slots.missing(0)) == (False, True, False, [0])
+    assert slots.outcome(0, 2) == Outcome(OutcomeKind.OK, (b"c",))
+    assert slots.body(2) == b"c"
+    assert slots.body(0) is None
+    assert not slots.fill_together(0, 2, [b"c", b"d"], 1)
+    assert slots.outcome(0, 3) is None
+    assert not slots.fill(0, 1, ERROR)
+    slots.fill(0, 3, ERROR)
+    slots.fill(0, 0, OK)
+    assert slots.settled()
+    assert slots.body(0) is None
+    assert [(failure.call, failure.order) for failure in slots.failures()] == [(3, 2)]
+    assert [list(slots.arrivals(call)) for call in range(4)] == [[(2, 0)], [(0, 0)], [(0, 0)], [(1, 0)]]
+
+
+def test_results_of_several_members_settle_a_call_when_all_have_come():
+    """Those of other attempts are told one by one: they are refused together."""
+    slots = BatchSlots(2, 2)
+    assert slots.fill_together(0, 0, [b"a", b"b"], 2)
+    assert not slots.settled(0)
+    assert not slots.fill_together(1, 0, [b"a", b"b"], 1)
+    assert slots.missing(1) == [1]
+    assert slots.fill_together(1, 0, [b"a", b"b"], 2)
+    assert slots.settled(1)
+    assert slots.outcome(1, 1) == Outcome(OutcomeKind.OK, (b"b",), attempts=2)

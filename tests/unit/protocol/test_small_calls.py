@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from protocol_kit import BODY, MS, SESSION, ask, callee, caller, reply
+from protocol_kit import BODY, EPOCH, INCARNATION, MS, SESSION, ask, callee, caller, reply
 from zbus.protocol import frames
-from zbus.protocol.messages import Finish, Header, Kind, OutcomeKind, SendTo, Status
+from zbus.protocol.messages import Finish, Header, Kind, OutcomeKind, Results, SendTo, Status
 
 
 def state(lane):
@@ -51,14 +51,36 @@ def test_several_results_in_one_message_end_each_call_once():
     lane.place(BODY, 3, 4, None, 0)
     both = (frames.join_bodies([b"a", b"b"]),)
     effects = lane.receive(reply(Kind.RESULT, 0, Status.OK, calls=2), both, 0)
-    assert [(e.seq, e.outcome.kind, e.outcome.payload) for e in effects] == [
-        (0, OutcomeKind.OK, (b"a",)),
-        (1, OutcomeKind.OK, (b"b",)),
-    ]
+    assert effects == [Results("main", 0, [b"a", b"b"], 1)]
     assert lane.receive(reply(Kind.RESULT, 0, Status.OK, calls=2), both, 0) == []
     assert lane.receive(reply(Kind.RESULT, 1, Status.OK), (b"b",), 0) == []
     effects = lane.receive(reply(Kind.RESULT, 2, Status.OK), (b"c",), 0)
     assert [type(e) for e in effects] == [Finish]
+    assert lane.outstanding == 0
+    lane.validate()
+
+
+def test_of_several_results_only_those_count_that_were_not_told_before():
+    """A call that had its own word gets no second one from the message that is about others too."""
+    lane = caller()
+    lane.place(BODY, 3, 4, None, 0)
+    lane.receive(reply(Kind.RESULT, 1, Status.OK), (b"b",), 0)
+    effects = lane.receive(reply(Kind.RESULT, 0, Status.OK, calls=3), (frames.join_bodies([b"a", b"b", b"c"]),), 0)
+    assert [(e.seq, e.outcome.kind, e.outcome.payload) for e in effects] == [
+        (0, OutcomeKind.OK, (b"a",)),
+        (2, OutcomeKind.OK, (b"c",)),
+    ]
+    assert lane.outstanding == 0
+    lane.validate()
+
+
+def test_results_of_calls_that_were_given_up_tell_nobody():
+    """They free their places."""
+    lane = caller()
+    lane.place(BODY, 2, 4, 50 * MS, 0)
+    lane.on_timer(50 * MS)
+    lane.on_timer(1_000 * MS)
+    assert lane.receive(reply(Kind.RESULT, 0, Status.OK, calls=2), (frames.join_bodies([b"a", b"b"]),), 0) == []
     assert lane.outstanding == 0
     lane.validate()
 
@@ -83,8 +105,8 @@ def test_results_that_do_not_fit_their_request_are_no_word(seq, calls, body):
     lane.validate()
 
 
-def test_results_that_left_together_are_said_again_one_by_one():
-    """The reply cache holds every call's own word, whatever message it left in."""
+def test_results_that_left_together_are_said_again_together():
+    """The reply cache holds the words as they left."""
     machine = callee()
     ask(machine, Kind.REQ, 0, calls=3)
     effects = machine.finished_together(SESSION, "main", 0, [b"a", b"b"], 0)
@@ -95,7 +117,25 @@ def test_results_that_left_together_are_said_again_one_by_one():
     effects = machine.finished_together(SESSION, "main", 2, [b"c"], 0)
     machine.validate()
     assert [(e.header.seq, e.header.calls, e.buffers) for e in effects] == [(2, 1, [b"c"])]
-    assert ask(machine, Kind.PROBE, 0, calls=3) == ["RESULT OK 0", "RESULT OK 1", "RESULT OK 2"]
+    assert ask(machine, Kind.PROBE, 0, calls=3) == ["RESULT OK 0+2", "RESULT OK 2"]
+
+
+def test_an_orphan_has_the_word_of_every_call():
+    """Whatever message they left in; it runs until the last one has ended."""
+    machine = callee()
+    ask(machine, Kind.REQ, 0, calls=3)
+    machine.finished_together(SESSION, "main", 0, [b"a", b"b"], 0)
+    machine.hello(Header(Kind.HELLO, bytes(16), EPOCH + 1, INCARNATION, "main"), 0)
+    (orphan,) = machine.orphans()
+    assert orphan.running
+    machine.finished_together(SESSION, "main", 2, [b"c"], 0)
+    orphan = machine.adopt(SESSION, "main", 0)
+    assert not orphan.running
+    assert [(header.seq, header.calls, bytes(frames[0])) for header, frames in orphan.replies] == [
+        (0, 1, b"a"),
+        (1, 1, b"b"),
+        (2, 1, b"c"),
+    ]
 
 
 def test_results_of_a_session_that_is_over_are_dropped():

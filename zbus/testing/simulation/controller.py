@@ -13,7 +13,20 @@ from zbus.protocol.caller import CallerLane
 from zbus.protocol.gang import Gang, Step
 from zbus.protocol.journal import JournalReport
 from zbus.protocol.liveness import LinkMachine, LinkState
-from zbus.protocol.messages import Buffers, Chunk, Effect, Finish, Header, Kind, Poised, SendTo, Status
+from zbus.protocol.messages import (
+    Buffers,
+    Chunk,
+    Effect,
+    Finish,
+    Header,
+    Kind,
+    Outcome,
+    OutcomeKind,
+    Poised,
+    Results,
+    SendTo,
+    Status,
+)
 from zbus.testing.simulation.clocks import NodeClock
 from zbus.testing.simulation.ledger import Call, GangTruth, broken
 
@@ -367,6 +380,10 @@ class SimController:
                 lane.link.send(effect.header, effect.buffers)  # type: ignore[union-attr]
             elif kind is Finish:
                 self._finish(lane, effect)  # type: ignore[arg-type]
+            elif kind is Results:
+                for seq, body in enumerate(effect.bodies, effect.seq):  # type: ignore[union-attr]
+                    outcome = Outcome(OutcomeKind.OK, (body,), attempts=effect.attempts)  # type: ignore[union-attr]
+                    self._finish(lane, Finish(lane.machine.lane, seq, outcome))
             elif kind is Chunk:
                 self._chunk(lane, effect)  # type: ignore[arg-type]
             elif kind is Poised and effect.seq in lane.gangs:  # type: ignore[union-attr]
@@ -376,7 +393,9 @@ class SimController:
         self.note_due(lane.machine.due_ns)
         if world.story is not None:
             for effect in effects:
-                if type(effect) is Finish:
+                if type(effect) is Results:
+                    world.tell(f"{self} is told {lane.machine.lane}/{effect.seq}+{len(effect.bodies)}: OK")
+                elif type(effect) is Finish:
                     world.tell(f"{self} is told {lane.machine.lane}/{effect.seq}: {effect.outcome}")
 
     def note_due(self, due: int) -> None:

@@ -37,13 +37,16 @@ _EXPIRE_EVERY = 20 * MS
 _SETTLE = 15 * MS
 _TAKEOVER = 2 * MS
 _STREAM_WINDOW = 2
+_FLUSHED = 0.3
+"""Share of the results of a batch behind which what is held leaves."""
+
 _MOMENTS = ("", "before the mark of a start", "behind the mark of a start", "before the mark of an end", "behind it")
 
 
 class _Running:
     """A request that runs."""
 
-    __slots__ = ("acked", "calls", "cancelled", "index", "items", "poisoned", "request", "sent", "waiting")
+    __slots__ = ("acked", "calls", "cancelled", "held", "index", "items", "poisoned", "request", "sent", "waiting")
 
     def __init__(self, request: Execute, calls: list[Call]) -> None:
         self.request = request
@@ -55,6 +58,7 @@ class _Running:
         self.sent = 0
         self.acked = 0
         self.waiting = False
+        self.held: list[bytes] = []  # results that leave together: those of the calls before ``index``
 
 
 class SimWorker:
@@ -349,16 +353,39 @@ class SimWorker:
 
     def _answer(self, running: _Running, kind: Kind, status: Status, buffers: Buffers) -> None:
         request = running.request
+        held = kind is Kind.RESULT and request.calls > 1 and request.lane == "main"  # as the server may
+        if not held:
+            self._flush(running)
         seq = request.seq + running.index
         running.index += 1
-        if running.index == len(running.calls):
+        over = running.index == len(running.calls)
+        if over:
             del self.running[request.session, request.lane, request.seq]
-        self.do(
-            self.callee.finished(
-                request.session, request.lane, seq, kind, status, buffers, self.now,
-                chunks=running.sent if kind is Kind.END else 0,
+        if held:
+            running.held.append(bytes(buffers[0]))
+            if over or self.world.random() < _FLUSHED:
+                self._flush(running)
+            else:
+                self.world.after(_TAKEOVER, self._flush, running)
+            return
+        if self.alive:
+            chunks = running.sent if kind is Kind.END else 0
+            self.do(
+                self.callee.finished(request.session, request.lane, seq, kind, status, buffers, self.now, chunks=chunks)
             )
-        )  # fmt: skip
+
+    def _flush(self, running: _Running) -> None:
+        """As the server: send the results of a batch that wait for their message."""
+        if not self.alive or not running.held:
+            return
+        if self.paused_until > self.world.now:
+            self.world.at(self.paused_until, self._flush, running)
+            return
+        request = running.request
+        bodies, running.held = running.held, []
+        first = request.seq + running.index - len(bodies)
+        self.world.covered["results together", min(len(bodies), 3)] += 1
+        self.do(self.callee.finished_together(request.session, request.lane, first, bodies, self.now))
 
     def _cancel(self, effect: CancelRunning) -> None:
         running = self.running.get((effect.session, effect.lane, effect.seq))
