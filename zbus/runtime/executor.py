@@ -150,7 +150,7 @@ class Executor:
         self._builtins = dict(builtins)
         self._engine: Engine | None = None
         self._table: dict[str, EndpointSpec] = {}
-        self.functions: dict[str, Callable[..., Any]] = {}
+        self._functions: dict[str, Callable[..., Any]] = {}
         self._async_lanes: frozenset[str] = frozenset()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pools: dict[str, ThreadPoolExecutor] = {"ctl": ThreadPoolExecutor(4, "zbus-ctl")}
@@ -175,7 +175,7 @@ class Executor:
 
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._run_loop, name="zbus-async", daemon=True).start()
-        self.functions = {name: getattr(engine, name) for name in table}
+        self._functions = {name: getattr(engine, name) for name in table}
         self._engine = engine
 
     def remove(self) -> Engine | None:
@@ -591,7 +591,7 @@ class Executor:
         if request.epoch and type(method) is str:
             spec = self._table.get(method)
             if spec is not None and spec.lane == lane:
-                return self.functions[method]
+                return self._functions[method]
         if type(method) is not str:
             msg = f"a method name is text, not {type(method).__name__}"
             raise TypeError(msg)
@@ -607,7 +607,7 @@ class Executor:
         if spec.effect != "pure" and request.epoch == 0:
             msg = f"endpoint {method!r} of {self.name} is declared {spec.effect!r}; a guest may only make pure calls"
             raise PermissionError(msg)
-        return self.functions[method]
+        return self._functions[method]
 
     def _missing(self, method: str, spec: EndpointSpec | None, lane: str) -> str:
         if spec is not None:
