@@ -13,6 +13,8 @@ from traceview.event import Event, call_of, encode_args, encode_event, encode_ev
 
 __all__ = ["ChromeEncoder", "chrome_end", "chrome_head"]
 
+_NEWLINE: Final = ord("\n")
+
 Ints = NDArray[np.int64]
 
 
@@ -42,9 +44,12 @@ class ChromeEncoder:
             event.dur = dur
             event.pid = event.tid = 0
         lines = encode_lines(events)
-        ends_of_lines = np.flatnonzero(np.frombuffer(lines, dtype=np.uint8) == ord("\n")) + 1
-        if len(ends_of_lines) == len(events):
-            return lines, np.diff(ends_of_lines, prepend=0).astype(np.int32)
+        newlines = np.flatnonzero(np.frombuffer(lines, dtype=np.uint8) == _NEWLINE)
+        if len(newlines) == len(events):
+            sizes = newlines.astype(np.int32)
+            sizes[1:] -= newlines[:-1]
+            sizes[0] += 1
+            return lines, sizes
         apart = [encode_event(event) + b"\n" for event in events]  # args that hold newlines, as people write them
         return b"".join(apart), np.fromiter(map(len, apart), dtype=np.int32, count=len(apart))
 

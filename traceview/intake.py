@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from traceview.align import MAX_US
 from traceview.arrows import arrow_id
+from traceview.batch import Batch
 from traceview.encoder import Encoder
 from traceview.event import NO_ARGS, Event, args_of, encode_args, encode_event
 from traceview.part_report import PartJob
@@ -22,6 +23,7 @@ __all__ = ["Intake"]
 
 _APART: Final = re.compile("[MBE]")
 _IS_END: Final = np.isin(np.arange(256), [ord(phase) for phase in "stf"])
+_COUNTER: Final = ord("C")
 _MAX_CLEANED: Final = 4096
 _MANY_KNOWN: Final = 50_000
 
@@ -51,16 +53,18 @@ class Intake:
         self._problems = problems
         self._add_ns = job.shift.add_ns + job.base_us * 1000
         self._line = job.shift.line() if job.shift.at_ns else None
+        self._keeps_all = job.keep.all()
+        self._pids = np.zeros(0, dtype=np.int64)  # of the output, by thread
         self._threads: dict[int, dict[int, int]] = {}  # pid in the file -> tid in the file -> index
         self._clean: dict[bytes, msgspec.Raw] = {}  # args of counters, as they were and without what is no number
 
-    def take(self, batch: list[Event]) -> None:
-        """Take some events, of phases that the reader lets through: each is one letter."""
-        phases = "".join([event.ph for event in batch])
+    def take(self, batch: Batch) -> None:
+        """Take some events."""
+        phases = batch.phases
         if "M" in phases or "B" in phases or "E" in phases:
-            self._sift(batch, phases)
-        elif batch:
-            self._add(batch, phases)
+            self._sift(batch.events, phases)
+        elif phases:
+            self._add(batch)
 
     def finish(self) -> None:
         """End what a crash left open at the process's last sign of life."""
@@ -79,7 +83,7 @@ class Intake:
                 text = f"{self._label} has a span without an end ({event.name}): ended at the last event"
                 self._problem("ZT0110", "unfinished_span", text)
         if closed:
-            self._add(closed, "X" * len(closed))
+            self._add(Batch.of(closed))
 
     # -- metadata, begins and ends ---------------------------------------------------------------------------------
 
@@ -106,7 +110,7 @@ class Intake:
         events = [event for event, phase in zip(batch, phases, strict=True) if phase not in "MBE"]
         events += more
         if events:
-            self._add(events, _APART.sub("", phases) + "X" * len(more))
+            self._add(Batch.of(events))
 
     def _pair(self, event: Event) -> list[Event]:
         """Return the span that ends here, made of a begin and its end."""
@@ -133,83 +137,91 @@ class Intake:
 
     # -- all others ------------------------------------------------------------------------------------------------
 
-    def _add(self, events: list[Event], phases: str) -> None:
+    def _add(self, batch: Batch) -> None:
         """Bring events into the segment, as processes are numbered now."""
-        if "C" in phases:
-            events, phases = self._only(events, phases, [e.ph != "C" or self._clean_counter(e) for e in events])
-        ts = np.array([event.ts for event in events], dtype=np.float64)
-        good = np.abs(ts) < MAX_US  # false for NaN too
-        if not good.all():
-            text = f"{self._label} has an event without a usable ts: dropped"
-            self._problem("ZT0109", "no_ts", text, int(len(ts) - good.sum()))
-            events, phases = self._only(events, phases, good.tolist())
-            ts = ts[good]
-        if not events:
+        if "C" in batch.phases:
+            batch = batch.only(self._clean_counters(batch))
+        batch = self._timed(batch)
+        if not len(batch):
             return
-        phase = np.frombuffer(phases.encode(), dtype=np.uint8)
-        span = phase == SPAN
-        pids = [event.pid for event in events]
+        count = len(batch)
+        span = batch.phase == SPAN
+        times = np.empty((2, count))
+        times[0] = batch.ts
+        np.add(batch.ts, self._durations(batch.events, span), out=times[1])
+        start, end = self._moved(times)
         if self._processes.headed:
-            self._check_writers(pids)
-        both = self._moved(np.concatenate((ts, ts + self._durations(events, span))))
-        start, end = both[: len(ts)].copy(), both[len(ts) :].copy()
-        if int(start.min()) < 0:
+            self._check_writers([event.pid for event in batch.events])
+        first = int(start.min())
+        if first < 0:
             text = f"{self._label} has events before the run began: put to its begin"
             self._problem("ZT0108", "negative_ts", text, int((start < 0).sum()))
-            start, end = np.maximum(start, 0), np.maximum(end, 0)
-        if not self._job.keep.all():
-            kept = self._job.keep.mask(events, start, end, span)
-            events, phases = self._only(events, phases, kept.tolist())
-            if not events:
+            first, start, end = 0, np.maximum(start, 0), np.maximum(end, 0)
+        if not self._keeps_all:
+            kept = self._job.keep.mask(batch.events, start, end, span)
+            batch = batch.only(kept)
+            if not len(batch):
                 return
-            start, end, span, phase = start[kept], end[kept], span[kept], phase[kept]
-            pids = [event.pid for event in events]
-        thread = self._index(events, phases, pids)
+            start, end, span = start[kept], end[kept], span[kept]
+        events = batch.events
+        thread = self._index(batch)
         track = _tracks(events)
         self._note_times(thread, start, end, track)
-        self._note_arrows(events, phases, phase)
-        pid_of = np.array([one.process.pid for one in self._processes.threads], dtype=np.int64)
-        encoded, sizes = self._encoder.bodies(events, pid_of[thread], start, end, span)
-        self.segment.add(encoded, sizes, start, end, thread, phase, track)
+        self._note_arrows(batch)
+        if len(self._pids) < len(self._processes.threads):
+            self._pids = np.array([one.process.pid for one in self._processes.threads], dtype=np.int64)
+        encoded, sizes = self._encoder.bodies(events, self._pids[thread], start, end, span)
+        self.segment.add(encoded, sizes, start, end, thread, batch.phase, track)
 
-    def _only(self, events: list[Event], phases: str, kept: list[bool]) -> tuple[list[Event], str]:
-        if all(kept):
-            return events, phases
-        events = [event for event, keep in zip(events, kept, strict=True) if keep]
-        return events, "".join([event.ph for event in events])
+    def _timed(self, batch: Batch) -> Batch:
+        """Return the events with a usable time."""
+        if batch.ts.min(initial=0.0) > -MAX_US and batch.ts.max(initial=0.0) < MAX_US:  # false for NaN too
+            return batch
+        good = np.abs(batch.ts) < MAX_US
+        text = f"{self._label} has an event without a usable ts: dropped"
+        self._problem("ZT0109", "no_ts", text, int(len(good) - good.sum()))
+        return batch.only(good)
 
     def _moved(self, us: Floats) -> Ints:
         """Return times of the file, in µs, on the run's clock in ns."""
-        ns = np.rint(us * 1000).astype(np.int64)
+        moved: Ints = np.rint(us * 1000).astype(np.int64)
         if self._line is not None:
-            ns = ns + self._line.offset(ns + self._job.base_us * 1000)
-        moved: Ints = ns + self._add_ns
+            moved += self._line.offset(moved + self._job.base_us * 1000)
+        moved += self._add_ns
         return moved
 
     def _durations(self, events: list[Event], span: NDArray[np.bool_]) -> Floats:
         """Return durations in µs; ends are rounded from them, so that a child never leaves its parent."""
         dur = np.array([event.dur for event in events], dtype=np.float64)
-        good = (dur >= 0) & (dur < MAX_US)
-        if (good & span).all():
+        dur[~span] = 0.0
+        if dur.min() >= 0 and dur.max() < MAX_US:  # false for NaN too
             return dur
-        if (span & ~good).any():
-            missing = np.isnan(dur) & span
-            for kind, what, count in (
-                ("no_dur", "no", int(missing.sum())),
-                ("negative_dur", "a negative or absurd", int((~good & span & ~missing).sum())),
-            ):
-                if count:
-                    text = f"{self._label} has a span with {what} duration: 0 instead"
-                    self._problem("ZT0108", kind, text, count)
-        return np.where(good & span, dur, 0.0)
+        good = (dur >= 0) & (dur < MAX_US)
+        missing = np.isnan(dur)
+        for kind, what, count in (
+            ("no_dur", "no", int(missing.sum())),
+            ("negative_dur", "a negative or absurd", int((~good & ~missing).sum())),
+        ):
+            if count:
+                text = f"{self._label} has a span with {what} duration: 0 instead"
+                self._problem("ZT0108", kind, text, count)
+        return np.where(good, dur, 0.0)
+
+    def _clean_counters(self, batch: Batch) -> NDArray[np.bool_]:
+        """Leave the numeric series of counters only, and return which events stay: viewers refuse others."""
+        kept = np.ones(len(batch), dtype=bool)
+        events, known = batch.events, self._clean
+        for place in np.flatnonzero(batch.phase == _COUNTER).tolist():
+            event = events[place]
+            clean = known.get(bytes(event.args))
+            if clean is not None:
+                event.args = clean
+            else:
+                kept[place] = self._clean_counter(event)
+        return kept
 
     def _clean_counter(self, event: Event) -> bool:
-        """Keep the numeric series only: viewers refuse others."""
         raw = bytes(event.args)
-        known = self._clean.get(raw)
-        if known is not None:
-            event.args = known
-            return True
         args = args_of(event)
         numbers = {k: v for k, v in args.items() if isinstance(v, int | float) and type(v) is not bool}
         if not self._processes.headed:
@@ -234,15 +246,21 @@ class Intake:
                 self._problem("ZT0113", "shared_file", text)
                 known = self._processes.writer_pid = pid
 
-    def _index(self, events: list[Event], phases: str, pids: list[int]) -> NDArray[np.int32]:
+    def _index(self, batch: Batch) -> NDArray[np.int32]:
         """Return the index of each event's thread."""
+        events, phases = batch.events, batch.phases
+        pids = [event.pid for event in events]
         alone = pids.count(pids[0]) == len(pids)
-        if alone and "C" not in phases:
+        if alone:
             known = self._threads.get(pids[0], {})
             try:
-                return np.array([known[event.tid] for event in events], dtype=np.int32)
+                index = np.array([known[event.tid] for event in events], dtype=np.int32)
+                if "C" in phases:
+                    index[batch.phase == _COUNTER] = known[COUNTER_TID]
             except KeyError:  # a new thread: below
                 pass
+            else:
+                return index
         tids = [event.tid for event in events]
         if "C" in phases:
             tids = [COUNTER_TID if phase == "C" else tid for phase, tid in zip(phases, tids, strict=True)]
@@ -275,8 +293,11 @@ class Intake:
     def _note_times(self, thread: NDArray[np.int32], start: Ints, end: Ints, track: Ints | None) -> None:
         """Remember the first and last sign of life of each process, and which threads have tracks."""
         threads = self._processes.threads
-        present = np.flatnonzero(np.bincount(thread)).tolist()
-        alone = len({id(threads[index].process) for index in present}) == 1
+        if len(self._processes.all) == 1:
+            present, alone = [0], True
+        else:
+            present = np.flatnonzero(np.bincount(thread)).tolist()
+            alone = len({id(threads[index].process) for index in present}) == 1
         for index in present[:1] if alone else present:
             here = slice(None) if alone else thread == index
             process = threads[index].process
@@ -286,12 +307,13 @@ class Intake:
             for index in np.flatnonzero(np.bincount(thread[track != 0])).tolist():
                 threads[index].tracked = True
 
-    def _note_arrows(self, events: list[Event], phases: str, phase: NDArray[np.uint8]) -> None:
+    def _note_arrows(self, batch: Batch) -> None:
         """Take arrow ends out of the events, and count those that spans have by themselves."""
+        events, phases = batch.events, batch.phases
         before = len(self.segment)
         segment = self.segment
         if "s" in phases or "f" in phases or "t" in phases:
-            places = np.flatnonzero(_IS_END[phase])
+            places = np.flatnonzero(_IS_END[batch.phase])
             ends = [events[n] for n in places.tolist()]
             segment.arrows.note(places + before, ends)
             for event in ends:

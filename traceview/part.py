@@ -22,12 +22,12 @@ from traceview.layout import Layout
 from traceview.part_report import PartJob, PartReport
 from traceview.problems import Problems
 from traceview.processes import Processes, Thread
-from traceview.reader import Blocks, Source, read_batches
+from traceview.reader import Blocks, Source, read_columns
 from traceview.segment import SPAN, Segment
 
 __all__ = ["merge_part"]
 
-_BATCH: Final = 8192
+_BATCH: Final = 2048  # as few as fit a processor's cache
 _ROWS_PER_FILE: Final = 100_000
 _FIRST_TID: Final = 1_000_001
 _LARGE: Final = 16 << 20
@@ -88,8 +88,9 @@ class _Part:
             spill, first = self._job.source.spill, self._job.source
             sources.append(Source(spill, f"{first.label} (spill)", first.role, first.rank))
         for source in sources:
-            for batch in read_batches(source, self._problems, self._job.base_us, blocks):
+            for batch in read_columns(source, self._problems, self._job.base_us, blocks):
                 self._intake.take(batch)
+                del batch  # before the next one is read
                 if len(self._intake.segment) >= self._job.segment:
                     self._write()
         self._intake.finish()

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Final
 
 import msgspec
-import numpy as np
 
+from traceview.batch import FAST_PHASES, Batch
 from traceview.event import (
     BAD_JSON,
     NO_ARGS,
@@ -41,6 +41,7 @@ __all__ = [
     "find_sources",
     "read_batches",
     "read_bytes",
+    "read_columns",
     "read_events",
     "source_identity",
 ]
@@ -61,7 +62,6 @@ _SPILL: Final = re.compile(r"\.spill(?=\.jsonl)")
 _LISTED: Final = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 _NAMED: Final = (*_LISTED, ".json", ".json.gz", ".json.zst")
 _BLOCK_MARK: Final = b'"zbus_block"'
-_NEWLINE: Final = ord("\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,15 @@ def _block_of(event: Event) -> tuple[str, str]:
 def read_batches(
     source: Source, problems: Problems, base_us: int = 0, blocks: Blocks | None = None
 ) -> Iterator[list[Event]]:
-    """Yield the same as ``read_events``, some thousands at a time.
+    """Yield the same as ``read_events``, some thousands at a time; the arguments are those of ``read_columns``."""
+    for batch in read_columns(source, problems, base_us, blocks):
+        yield batch.events
+
+
+def read_columns(
+    source: Source, problems: Problems, base_us: int = 0, blocks: Blocks | None = None
+) -> Iterator[Batch]:
+    """Yield the same as ``read_events``, some thousands at a time, with their columns.
 
     Args:
         source: The file; its spill is not read.
@@ -209,11 +217,12 @@ def read_batches(
         for batch in _batches(source, problems, repairer, blocks or Blocks()):
             count += len(batch)
             yield batch
+            del batch  # before the next one is made: in its place, which the processor's cache still holds
     except OSError as error:
         problems.add("ZT0102", "unreadable", f"{source.label} cannot be read: {error.strerror}")
         return
     for number, text in repairer.names.items():
-        yield [Event("text_id", "M", pid=number, tid=number, args=encode_args({"name": text}))]
+        yield Batch.of([Event("text_id", "M", pid=number, tid=number, args=encode_args({"name": text}))])
     if not count and problems.counts["ZT0104", "other_records"] == before:
         problems.add("ZT0103", "no_events", f"{source.label} holds no events")
 
@@ -314,7 +323,7 @@ def _inflate_zstd(source: Source, file: IO[bytes], problems: Problems) -> Iterat
         problems.add("ZT0107", "bad_zstd", f"{source.label} has a damaged zstd stream ({error}), rest ignored")
 
 
-def _batches(source: Source, problems: Problems, repairer: Repairer, blocks: Blocks) -> Iterator[list[Event]]:
+def _batches(source: Source, problems: Problems, repairer: Repairer, blocks: Blocks) -> Iterator[Batch]:
     chunks = read_bytes(source, problems)
     head = b""
     for chunk in chunks:  # enough to tell the kind
@@ -323,7 +332,7 @@ def _batches(source: Source, problems: Problems, repairer: Repairer, blocks: Blo
             break
     start = head.lstrip(b"\xef\xbb\xbf \r\n\t\0")
     if _is_document(start):
-        return _document(start, chunks, source, problems, repairer)
+        return map(Batch.of, _document(start, chunks, source, problems, repairer))
     return _lines(_whole_lines(_chain(head, chunks), source, problems), source, problems, repairer, blocks)
 
 
@@ -364,13 +373,14 @@ def _whole_lines(chunks: Iterator[bytes], source: Source, problems: Problems) ->
 
 def _lines(
     pieces: Iterator[bytes], source: Source, problems: Problems, repairer: Repairer, blocks: Blocks
-) -> Iterator[list[Event]]:
+) -> Iterator[Batch]:
     number = others = skip = 0
     for piece in pieces:
         quick = None if skip or repairer.base_us else _quick(piece)
-        if quick is not None and ("M" not in quick[1] or blocks.are_new(quick[0])):
-            number += _count_lines(piece)
-            yield quick[0]
+        if quick is not None and ("M" not in quick.phases or blocks.are_new(quick.events)):
+            number += piece.count(b"\n")
+            yield quick
+            del quick
             continue
         if skip or _BLOCK_MARK in piece:
             lines, skip = _first_only(piece, blocks, skip)
@@ -386,7 +396,7 @@ def _lines(
             else:
                 last = not piece.endswith(b"\n") and piece.endswith(line)
                 batch.extend(repairer.line(line, number, last=last))
-        yield batch
+        yield Batch.of(batch)
     if others:
         problems.add("ZT0104", "other_records", f"{source.label} holds {others} records that are no events, skipped")
 
@@ -411,8 +421,8 @@ def _first_only(piece: bytes, blocks: Blocks, skip: int) -> tuple[list[bytes], i
     return kept, skip
 
 
-def _quick(piece: bytes) -> tuple[list[Event], set[str]] | None:
-    """Return the events of a piece without any fault, and their phases; or None: then each line needs a closer look."""
+def _quick(piece: bytes) -> Batch | None:
+    """Return the events of a piece without any fault, or None: then each line needs a closer look."""
     if has_long_number(piece):
         return None
     try:
@@ -421,20 +431,7 @@ def _quick(piece: bytes) -> tuple[list[Event], set[str]] | None:
             piece.decode()
     except BAD_JSON:
         return None
-    phases = {event.ph for event in events}
-    if not phases <= _FAST_PHASES:
-        return None
-    if None in [event.ts for event in events] and any(event.ts is None and event.ph != "M" for event in events):
-        return None
-    return events, phases
-
-
-def _count_lines(piece: bytes) -> int:
-    return int(np.count_nonzero(np.frombuffer(piece, dtype=np.uint8) == _NEWLINE))
-
-
-_FAST_PHASES: Final = frozenset("XMCiIBEbenstf")
-"""Phases that the merger handles; others take the slow path once, to be named or dropped."""
+    return Batch.of_plain(events)
 
 
 def _fast(line: bytes) -> Event | None:
@@ -448,7 +445,7 @@ def _fast(line: bytes) -> Event | None:
     except BAD_JSON:
         return None
     phase = event.ph
-    return event if phase in _FAST_PHASES and (event.ts is not None or phase == "M") else None
+    return event if phase in FAST_PHASES and (event.ts is not None or phase == "M") else None
 
 
 def _is_other(line: bytes) -> bool:
