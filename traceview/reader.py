@@ -199,9 +199,7 @@ def read_batches(
         yield batch.events
 
 
-def read_columns(
-    source: Source, problems: Problems, base_us: int = 0, blocks: Blocks | None = None
-) -> Iterator[Batch]:
+def read_columns(source: Source, problems: Problems, base_us: int = 0, blocks: Blocks | None = None) -> Iterator[Batch]:
     """Yield the same as ``read_events``, some thousands at a time, with their columns.
 
     Args:
