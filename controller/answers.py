@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zbus.errors import ConfigError
+from zbus.ragged import Ragged
 
 __all__ = ["CollectError", "Empty", "kind_of", "library_of", "short"]
 
@@ -35,11 +36,13 @@ def short(value: Any, limit: int = 60) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Return what holds the items of a value: "list", "tuple", "dict", a library; "none" or "other" if nothing does."""
+    """Return what holds the items of a value ("list", "tuple", "dict", "ragged", a library), or "none", or "other"."""
     if value is None:
         return "none"
     if isinstance(value, dict):
         return "dict"
+    if isinstance(value, Ragged):
+        return "ragged"
     if isinstance(value, list):
         return "list"
     if isinstance(value, tuple) and not hasattr(value, "_fields"):

@@ -15,7 +15,7 @@ from controller.futures import BatchFuture, Stream, first
 from controller.line import Line
 from controller.order import Order
 from controller.placement import Placement
-from controller.placer import Placer, Roster, is_ready
+from controller.placer import Placer, Roster, is_ready, room
 from controller.quick import QuickCall
 from zbus.codec import Keep, encode, encode_call, encode_plain_batch, encode_plain_call, encode_plain_calls
 from zbus.engine import AnyOne, EndpointSpec, Everywhere, RankZero, Whole
@@ -241,6 +241,7 @@ class Method(Generic[P, T]):
             ranks,
             Arguments(args, dict(kwargs)),
             choose=lambda: ranks.index(core.choose(ranks)),
+            empty=room(core.placer),
         )
 
     def _place(self, spread: Plan, *, snapshot: bool, collects: bool = True) -> Placement:

@@ -13,6 +13,7 @@ from controller.answers import CollectError, Empty, kind_of, library_of, short
 from controller.dispatch import Plan
 from controller.reduction import reduce
 from zbus.engine import Collect, Concat, First, PerRank, Reduce, Same
+from zbus.ragged import Ragged, entries_of
 
 __all__ = ["CollectError", "collect", "equal"]
 
@@ -72,6 +73,8 @@ def equal(left: Any, right: Any) -> bool:
         return left.keys() == right.keys() and all(equal(value, right[key]) for key, value in left.items())
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(equal, left, right))
+    if isinstance(left, Ragged):
+        return equal(left.offsets, right.offsets) and equal(left.values, right.values)
     if library_of(left) == "torch":
         return _equal_tensors(left, right)
     if library_of(left) == "numpy":
@@ -144,8 +147,8 @@ def _concat(plan: Plan, ranks: Sequence[int], values: Sequence[Any], empty: Empt
 def _is_empty(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_empty(entry) for entry in value.values())
-    if isinstance(value, list | tuple):
-        return not value
+    if isinstance(value, list | tuple | Ragged):
+        return not len(value)
     return value is None or (library_of(value) != "" and len(value.shape) > 0 and value.shape[0] == 0)
 
 
@@ -176,6 +179,8 @@ def _join(
         joined = [item for part in parts for item in part]
         ordered = joined if order is None else [joined[i] for i in order]
         return ordered if kind == "list" else tuple(ordered)
+    if kind == "ragged":
+        return _join_ragged(parts, ranks, order, where, empty)
     return _join_arrays(kind, parts, ranks, order, where, empty)
 
 
@@ -215,11 +220,30 @@ def _order(
     return [position * int(each) + k for position in source for k in range(int(each))]
 
 
+def _join_ragged(
+    parts: Sequence[Ragged], ranks: Sequence[int], order: list[int] | None, where: str, empty: Empty | None
+) -> Ragged:
+    import numpy as np
+
+    values = [part.values for part in parts]
+    kinds = {kind_of(value) for value in values}
+    if len(kinds) > 1:
+        msg = f"Concat cannot join sequences of arrays with sequences of tensors{where}"
+        raise CollectError(msg)
+    lengths = np.concatenate([part.lengths for part in parts])
+    entries = None
+    if order is not None:
+        begins = np.concatenate([[0], lengths.cumsum()])
+        entries, lengths = entries_of(begins, order), lengths[order]
+    joined = _join_arrays(kinds.pop(), values, ranks, entries, where, empty)
+    return Ragged(joined, np.concatenate([[0], lengths.cumsum()]))
+
+
 def _join_arrays(
     kind: str,
     parts: Sequence[Any],
     ranks: Sequence[int],
-    order: list[int] | None,
+    order: Any,
     where: str,
     empty: Empty | None,
 ) -> Any:
@@ -231,7 +255,7 @@ def _join_arrays(
     return _join_tensors(parts, order, empty) if kind == "torch" else _join_numpy(parts, order, empty)
 
 
-def _join_numpy(parts: Sequence[Any], order: list[int] | None, empty: Empty | None) -> Any:
+def _join_numpy(parts: Sequence[Any], order: Any, empty: Empty | None) -> Any:
     import numpy as np
 
     if any(type(part) is not np.ndarray or part.dtype != parts[0].dtype for part in parts):
@@ -248,7 +272,7 @@ def _join_numpy(parts: Sequence[Any], order: list[int] | None, empty: Empty | No
     return joined
 
 
-def _join_tensors(parts: Sequence[Any], order: list[int] | None, empty: Empty | None) -> Any:
+def _join_tensors(parts: Sequence[Any], order: Any, empty: Empty | None) -> Any:
     import torch
 
     first = parts[0]
@@ -263,7 +287,7 @@ def _join_tensors(parts: Sequence[Any], order: list[int] | None, empty: Empty | 
     if order is None:
         return torch.cat(list(parts), out=joined)
     goes = torch.empty(rows, dtype=torch.int64)
-    goes[torch.tensor(order)] = torch.arange(rows)
+    goes[torch.as_tensor(order)] = torch.arange(rows)
     for part, places in _placed(parts, goes):
         joined[places] = part
     return joined

@@ -1,8 +1,8 @@
 """Who gets which arguments: a declared dispatch applied to one call. Pure.
 
 ``plan`` turns (declaration, mesh, members, arguments) into one argument list per member. Members that get the same
-share get the same object, so it is encoded once. Nothing is copied but what ``by="tokens"`` re-orders: consecutive
-items of arrays and tensors are views.
+share get the same object, so it is encoded once. Nothing is copied but what ``by="tokens"`` re-orders, and that once,
+to where it is sent from: consecutive items of arrays and tensors are views.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from typing import Any, Final, NamedTuple
 
 from zbus.engine import AnyOne, EndpointSpec, Everywhere, Mesh, RankZero, Scatter, Split, Whole
 from zbus.errors import ConfigError
+from zbus.ragged import Ragged
 
 __all__ = ["Arguments", "DispatchError", "Plan", "balanced", "consecutive", "plan"]
+
+
+Empty = Callable[[Sequence[int], Any], Any]
+"""Makes an uninitialised numpy array of a shape and a dtype."""
 
 
 class DispatchError(ConfigError, ValueError):
@@ -53,6 +58,7 @@ def plan(
     call: Arguments,
     *,
     choose: Callable[[], int] = lambda: 0,
+    empty: Empty | None = None,
 ) -> Plan:
     """Apply an endpoint's dispatch to the arguments of one call.
 
@@ -62,6 +68,7 @@ def plan(
         ranks: Ranks of the group or slice that is called, ascending.
         call: Its arguments.
         choose: Picks the member (its position in ``ranks``) for ``AnyOne``; asked only then.
+        empty: Makes the numpy arrays that scattered items are gathered in; None: fresh memory.
 
     Raises:
         TypeError: The arguments do not fit the endpoint's signature.
@@ -72,7 +79,7 @@ def plan(
     everyone = tuple(range(len(ranks)))
     match spec.dispatch:
         case Split() as split:
-            return _plan_split(spec, split, _share_of(spec, split, mesh, ranks), call)
+            return _plan_split(spec, split, _share_of(spec, split, mesh, ranks), call, empty)
         case Scatter():
             return _plan_scatter(spec, len(ranks), call)
         case Everywhere():
@@ -146,14 +153,16 @@ def _plan_scatter(spec: EndpointSpec, size: int, call: Arguments) -> Plan:
 # -- split -----------------------------------------------------------------------------------------------------------
 
 
-def _plan_split(spec: EndpointSpec, split: Split, share_of: tuple[int, ...], call: Arguments) -> Plan:
+def _plan_split(
+    spec: EndpointSpec, split: Split, share_of: tuple[int, ...], call: Arguments, empty: Empty | None
+) -> Plan:
     count = max(share_of) + 1
     batches = _batches(spec, split, _named(spec, call))
     total = _common_length(spec, batches)
     shares = _divide(spec, split, batches, total, count)
 
     def share(name: str, value: Any, indices: Sequence[int]) -> Any:
-        return _take(value, indices) if name in batches else _bare(value)
+        return _take(value, indices, empty) if name in batches else _bare(value)
 
     labels = _labels(spec, len(call.args))
     per_share = [
@@ -232,7 +241,7 @@ def _is_array(value: Any) -> bool:
 
 def _columns(value: Any, path: str) -> list[tuple[str, int]]:
     """Return path and length of everything in ``value`` that would be split; empty if nothing."""
-    if _is_sequence(value):
+    if _is_sequence(value) or isinstance(value, Ragged):
         return [(path, len(value))]
     if _is_array(value):
         return [(path, int(value.shape[0]))] if len(value.shape) else []
@@ -241,8 +250,12 @@ def _columns(value: Any, path: str) -> list[tuple[str, int]]:
     return []
 
 
-def _take(value: Any, indices: Sequence[int]) -> Any:
+def _take(value: Any, indices: Sequence[int], empty: Empty | None) -> Any:
     """Return the share of ``value``; what holds no items is returned as it is."""
+    if isinstance(value, Ragged):
+        if isinstance(indices, range):
+            return value[indices.start : indices.stop]
+        return value.take(indices, empty)
     if _is_sequence(value):
         if isinstance(indices, range):
             return value[indices.start : indices.stop]
@@ -251,9 +264,12 @@ def _take(value: Any, indices: Sequence[int]) -> Any:
     if _is_array(value) and len(value.shape):
         if isinstance(indices, range):
             return value[indices.start : indices.stop]
-        return value[list(indices)] if indices else value[:0]
+        if not indices or empty is None or type(value).__name__ != "ndarray":
+            return value[list(indices)] if indices else value[:0]
+        made = empty((len(indices), *value.shape[1:]), value.dtype)
+        return value.take(indices, 0, made, "clip")  # "raise" would copy twice
     if isinstance(value, dict):
-        return {key: _take(entry, indices) for key, entry in value.items()}
+        return {key: _take(entry, indices, empty) for key, entry in value.items()}
     return _bare(value)
 
 
@@ -321,6 +337,11 @@ def _groups(spec: EndpointSpec, groups: int | str, batches: Mapping[str, Any], t
     if keys is None:
         msg = f"endpoint `{spec.name}` keeps items together by `{groups}`, which the call does not have"
         raise DispatchError(msg, hint=f"pass a column or argument `{groups}` with one value per item")
+    if isinstance(keys, Ragged):
+        msg = (
+            f"endpoint `{spec.name}` keeps items together by `{groups}`, which holds sequences, not one value per item"
+        )
+        raise DispatchError(msg)
     members: dict[Any, list[int]] = {}
     for item, key in enumerate(_listed(keys)):
         members.setdefault(tuple(key) if isinstance(key, list) else key, []).append(item)
@@ -346,6 +367,8 @@ def _token_counts(spec: EndpointSpec, split: Split, batches: Mapping[str, Any]) 
 
 
 def _count_column(spec: EndpointSpec, name: str, column: Any) -> list[float]:
+    if isinstance(column, Ragged):
+        return list(map(float, column.lengths.tolist()))
     if _is_array(column) and len(column.shape) > 1:
         if "mask" in name:
             return list(column.reshape(column.shape[0], -1).sum(1).tolist())

@@ -208,6 +208,12 @@ def is_crowded(placer: Placer, peers: Sequence[Any], lane: str) -> bool:
     return ask is not None and bool(ask(peers, lane))
 
 
+def room(placer: Placer) -> Callable[[Sequence[int], Any], Any] | None:
+    """Return what makes arrays that are sent without a copy, from shape and dtype; None where there is none."""
+    carrier = getattr(placer, "carrier", None)
+    return None if carrier is None else carrier.empty
+
+
 def loop_driver(placer: Placer) -> Any:
     """Return what an asyncio loop can attach to while it waits (``attach_loop``, ``detach_loop``), or None."""
     reactor = getattr(placer, "reactor", placer)

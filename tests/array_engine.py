@@ -36,6 +36,10 @@ class Arrays(zbus.Engine):
     def double(self, array: Any) -> Any:
         return array * 2
 
+    @zbus.endpoint(Split("dp", by="tokens"), collect=Concat(), effect="pure")
+    def same(self, batch: Any) -> Any:
+        return batch
+
     @zbus.endpoint(Split("dp"), collect=Reduce("mean", by="items"), effect="pure")
     def mean(self, array: Any) -> Any:
         return {"all": float(array.mean()), "columns": array.mean(axis=0)} if len(array) else None

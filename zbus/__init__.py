@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from zbus.errors import Unavailable as Unavailable
     from zbus.errors import WorkerLost as WorkerLost
     from zbus.errors import ZbusError as ZbusError
+    from zbus.ragged import Ragged as Ragged
     from zbus.runtime.context import Context as Context
     from zbus.runtime.stopping import checkpoint as checkpoint
     from zbus.trace import counter as counter
@@ -103,6 +104,7 @@ _HOMES: Final = {
         "WorkerLost",
         "ZbusError",
     ),
+    "zbus.ragged": ("Ragged",),
     "zbus.runtime.context": ("Context",),
     "zbus.runtime.stopping": ("checkpoint",),
     "zbus.trace": ("counter", "flow", "instant", "span", "traced"),

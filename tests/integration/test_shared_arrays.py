@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import zbus
 from array_engine import digest
 from controller import Role
+from controller.collect import equal
 from launching import HERE, launch
 from waiting import wait_until
 from zbus.config import Config
@@ -143,6 +145,24 @@ def test_the_shares_of_an_array_made_in_shared_memory_are_sent_from_there(tmp_pa
         first += 1  # it may be written to, and nobody else sees it
         assert np.array_equal(second, data * 2)
         assert np.array_equal(actor.double(first), (data * 2 + 1) * 2)
+
+
+def test_a_batch_spread_by_tokens_comes_back_in_order(tmp_path):
+    """Rectangles and sequences, balanced over ranks: each share is written once, to where it is sent from."""
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(100, 4000, 64)
+    cuts = np.concatenate([[0], lengths.cumsum()])
+    batch = {
+        "input_ids": zbus.Ragged(rng.integers(0, 1 << 31, cuts[-1]), cuts),
+        "mask": rng.random((64, 4096)) < 0.5,
+        "scores": rng.random(64),
+    }
+    with launch(tmp_path, arrays(3)) as bus:
+        back = bus.group("actor").same(batch)
+        assert equal(back, batch)
+        slots = bus.report()["shared_slots"]
+        assert equal(bus.group("actor").same(batch), batch)
+        assert bus.report()["shared_slots"] == slots == 6, "two arrays a rank"
 
 
 def test_a_mean_over_ranks_is_that_of_the_batch(tmp_path):

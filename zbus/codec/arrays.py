@@ -16,7 +16,8 @@ import numpy as np
 from zbus.codec.decoder import BUILD, Decoder, exactly
 from zbus.codec.encoder import PREPARE, Encoder
 from zbus.codec.wire import Kind, marker
-from zbus.errors import CodecError
+from zbus.errors import CodecError, ConfigError
+from zbus.ragged import Ragged
 
 __all__ = ["install", "shape_of"]
 
@@ -47,6 +48,7 @@ def install() -> None:
             Kind.NPSCALAR: _build_scalar,
             Kind.NPTEXT: _build_text,
             Kind.NPDTYPE: _build_dtype,
+            Kind.RAGGED: _build_ragged,
         }
     )
 
@@ -181,3 +183,13 @@ def _build_text(items: list[Any], _state: Decoder) -> np.str_ | np.bytes_:
 
 def _build_dtype(items: list[Any], _state: Decoder) -> np.dtype[Any]:
     return _parse(exactly(items, str)[0])
+
+
+def _build_ragged(items: list[Any], _state: Decoder) -> Ragged:
+    if len(items) != 2 or type(items[1]) is not np.ndarray or items[1].dtype != np.int64:
+        msg = "sequences came without values or offsets"
+        raise CodecError(msg)
+    try:
+        return Ragged(*items)
+    except ConfigError as error:
+        raise CodecError(error.message) from error

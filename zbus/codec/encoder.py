@@ -21,6 +21,7 @@ from zbus.codec.limits import DEFAULT_LIMITS, INLINE_BELOW, Limits
 from zbus.codec.wire import BIGINT, Kind, marker
 from zbus.errors import CodecError
 from zbus.protocol.messages import Buffer
+from zbus.ragged import Ragged
 
 __all__ = [
     "PLAIN",
@@ -312,6 +313,10 @@ def _bytes(value: bytes, state: Encoder) -> Any:
     return value if len(value) < _BYTES_OUT_OF_BAND else [_BYTES, state.place(value)]
 
 
+def _ragged(value: Ragged, state: Encoder) -> list[Any]:
+    return [_RAGGED, state.prepare(value.values), state.prepare(value.offsets)]
+
+
 def _bytearray(value: bytearray, state: Encoder) -> list[Any]:
     # A view would forbid the owner to resize it for as long as the message lives.
     return [_BYTEARRAY, state.place(bytes(value))]
@@ -322,6 +327,7 @@ _ORDERED_DICT: Final = marker(Kind.ORDERED_DICT)
 _DEQUE: Final = marker(Kind.DEQUE)
 _BYTES: Final = marker(Kind.BYTES)
 _BYTEARRAY: Final = marker(Kind.BYTEARRAY)
+_RAGGED: Final = marker(Kind.RAGGED)
 
 PREPARE: Final[dict[type, Prepare]] = {
     list: _list,
@@ -333,6 +339,7 @@ PREPARE: Final[dict[type, Prepare]] = {
     collections.deque: _deque,
     bytes: _bytes,
     bytearray: _bytearray,
+    Ragged: _ragged,
     **{kind: lambda value, _state: value for kind in SCALARS},
 }
 """How each exact type is carried. Other modules of the codec add theirs."""

@@ -57,6 +57,7 @@ class Kind(enum.IntEnum):
     NPSCALAR = 50  # dtype, bytes
     NPTEXT = 51  # str or bytes
     NPDTYPE = 52  # dtype
+    RAGGED = 53  # values (an array or a tensor), offsets (an array)
     TENSOR = 64  # dtype, bin or buffer index, dimensions
     SIZE = 65  # dimensions
     TORCH_DTYPE = 66  # dtype

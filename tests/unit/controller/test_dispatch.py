@@ -12,6 +12,7 @@ import controller.dispatch
 from controller.collect import equal
 from controller.dispatch import Arguments, DispatchError, Plan, balanced, consecutive, plan
 from zbus.engine import AnyOne, EndpointSpec, Everywhere, Mesh, Parameter, RankZero, Scatter, Split, Whole
+from zbus.ragged import Ragged
 
 TRAIN = (Parameter("batch"), Parameter("step", required=False))
 
@@ -217,6 +218,44 @@ def test_consecutive_items_of_arrays_are_not_copied():
     """Splitting by count gives views of the caller's array."""
     batch = np.arange(10)
     assert all(np.shares_memory(part, batch) for part in shares(spread(Split("dp"), batch)))
+
+
+# -- sequences ------------------------------------------------------------------------------------------------------
+
+
+def test_sequences_are_split_whole():
+    """By number or by tokens, which are their entries; consecutive ones are views."""
+    ragged = Ragged(np.arange(10), [0, 6, 7, 8, 10])
+    halves = [part.args[0] for part in spread(Split("dp"), ragged, mesh={"dp": 2}).arguments]
+    assert [part.lengths.tolist() for part in halves] == [[6, 1], [1, 2]]
+    assert np.shares_memory(halves[0].values, ragged.values)
+    found = spread(Split("dp", by="tokens"), {"input_ids": ragged}, mesh={"dp": 2})
+    assert [list(share) for share in found.shares] == [[0], [1, 2, 3]]
+    found = spread(Split("dp", by="tokens", groups=2), ragged, mesh={"dp": 2})
+    assert [list(share) for share in found.shares] == [[0, 1], [2, 3]]
+    with pytest.raises(DispatchError, match="holds sequences, not one value per item"):
+        spread(Split("dp", groups="ids"), {"ids": ragged}, mesh={"dp": 2})
+
+
+def test_scattered_items_are_gathered_where_they_are_sent_from():
+    """What balancing re-orders is copied once, to memory that is given for it."""
+    given = []
+
+    def empty(shape, dtype):
+        given.append(np.empty(shape, dtype))
+        return given[-1]
+
+    batch = {"n": np.arange(4), "t": Ragged(np.arange(10), [0, 6, 7, 8, 10]), "objects": np.array([1, "a", None, 2.0])}
+    spec = EndpointSpec("f", Split("dp", by="tokens", tokens="cost"))
+    call = Arguments(({**batch, "cost": [9, 8, 1, 1]},), {})
+    found = plan(spec, Mesh({"dp": 2}), [0, 1], call, empty=empty)
+    assert [list(share) for share in found.shares] == [[0, 3], [1, 2]]
+    parts = [arguments.args[0] for arguments in found.arguments]
+    for share, part in zip(found.shares, parts, strict=True):
+        assert part["n"].tolist() == list(share)
+        assert [one.tolist() for one in part["t"]] == [batch["t"][n].tolist() for n in share]
+    assert parts[0]["n"] is given[0]
+    assert np.shares_memory(parts[1]["n"], batch["n"])
 
 
 # -- tokens ----------------------------------------------------------------------------------------------------------
