@@ -6,7 +6,9 @@ Each recorder lives in a process of its own and all take turns, round by round; 
 args. Figures are CPU nanoseconds per span: ``record`` of the recording thread, ``record_and_flush`` of the process with
 what writes the spans to a file (``--burst`` spans at a time, as a training step would). A ratio is the median over the
 rounds of the two figures of one round, so the machine's ups and downs cancel out. The bare ring is two looks at the
-clock and a tuple put into a bounded deque, in line; it is emptied after each burst, as the others are.
+clock and a tuple put into a bounded deque, in line; it is emptied after each burst, as the others are. ``zbus`` writes
+its own file; ``zbus-sidecar`` hands its blocks to a sidecar, as in a trial that has one: its figures are those of the
+traced process, and what the sidecar takes for a span is a figure of its own.
 
 AReaL is not a package here: AREAL_CHECKOUT names a checkout or its unpacked wheel; of it only ``perf_tracer.py`` is
 loaded, with the two modules it imports stubbed.
@@ -31,13 +33,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-RECORDERS = ("ring", "zbus", "zbus-off", "viztracer", "areal", "areal-off")
+RECORDERS = ("ring", "zbus", "zbus-sidecar", "zbus-off", "viztracer", "areal", "areal-off")
 RATIOS = (  # ours, whose, of what, at most
     ("zbus", "areal", "record", 0.30),
     ("zbus", "viztracer", "record", 0.50),
     ("zbus", "ring", "record", 6.0),
     ("zbus-off", "areal-off", "record", 0.60),
     ("zbus", "areal", "record_and_flush", 0.12),
+    ("zbus-sidecar", "areal", "record_and_flush", 0.12),
 )
 Loop = Callable[[int], None]
 Flush = Callable[[], None]
@@ -72,6 +75,56 @@ def zbus(level: str) -> tuple[Loop, Flush]:
                 pass
 
     return loop, lambda: trace.save_perf_tracer(force=True)
+
+
+def zbus_sidecar() -> tuple[Loop, Flush, Callable[[], dict[str, float]]]:
+    """Record with ``zbus.trace.span`` for a sidecar; the third function ends both and says what the sidecar took."""
+    import asyncio  # noqa: F401  # as in zbus()
+
+    from zbus import trace
+    from zbus.trace.control import writer_of
+    from zbus.trace.launch import Sidecar
+
+    trial = Path(tempfile.mkdtemp())
+    (trial / "registry").mkdir(mode=0o700)
+    sidecar = Sidecar.start(trial)
+    config = trace.TraceConfig(root=str(trial / "traces"), level="full", run="e/t", ring_size=1 << 21)
+    writer = writer_of(trace.configure(config, role="actor", rank=0))
+    assert writer is not None
+    while writer._outlet is None:  # noqa: SLF001  # nobody else need know it
+        if sidecar.process.poll() is not None:
+            raise ChildProcessError((trial / "logs" / "sidecar.log").read_text())
+        time.sleep(0.01)
+    span = trace.span
+    spans = 0
+    began = cpu_ns(sidecar.process.pid)
+
+    def loop(count: int) -> None:
+        nonlocal spans
+        spans += count
+        for step in range(count):
+            with span("forward", category="compute", global_step=step, micro=7):
+                pass
+
+    def close() -> dict[str, float]:
+        trace.shutdown()
+        account = trial / "traces" / "sidecar.json"
+        before = os.times()
+        sidecar.stop()
+        after = os.times()
+        said = json.loads(account.read_text())
+        assert said["complete"], said
+        assert said["sources"][0]["records"] >= spans, said
+        whole = after.children_user + after.children_system - before.children_user - before.children_system
+        return {"in_sidecar": (whole * 1e9 - began) / spans}
+
+    return loop, lambda: trace.save_perf_tracer(force=True), close
+
+
+def cpu_ns(pid: int) -> int:
+    """Return the CPU time a process has taken so far."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 def viztracer() -> tuple[Loop, Flush]:
@@ -137,8 +190,11 @@ def areal(*, enabled: bool) -> tuple[Loop, Flush]:
 
 def serve(name: str, spans: int, burst: int) -> None:
     """Be one recorder: a round per line of input, its figures as a line of output."""
+    close: Callable[[], dict[str, float]] = dict
     if name.startswith("areal"):
         loop, flush = areal(enabled=name == "areal")
+    elif name == "zbus-sidecar":
+        loop, flush, close = zbus_sidecar()
     elif name.startswith("zbus"):
         loop, flush = zbus("off" if name == "zbus-off" else "full")
     else:
@@ -156,6 +212,7 @@ def serve(name: str, spans: int, burst: int) -> None:
             flush()
         both = time.process_time_ns() - cpu
         print(json.dumps({"record": record / spans, "record_and_flush": both / spans}), flush=True)
+    print(json.dumps(close()), flush=True)
 
 
 class Recorder:
@@ -182,11 +239,13 @@ class Recorder:
         self.process.stdin.flush()
         self.rounds.append(json.loads(self._answer()))
 
-    def close(self) -> None:
-        """End the process."""
+    def close(self) -> dict[str, float]:
+        """End the process and return what it says of the whole time."""
         assert self.process.stdin is not None
         self.process.stdin.close()
+        said: dict[str, float] = json.loads(self._answer())
         self.process.wait()
+        return said
 
 
 def missing(name: str) -> str:
@@ -230,11 +289,11 @@ def main() -> None:
         for recorder in recorders.values():
             recorder.round()
     for name, recorder in recorders.items():
-        recorder.close()
+        whole = {kind: round(figure) for kind, figure in recorder.close().items()}
         kinds = ("record", "record_and_flush")
         figures = {kind: round(statistics.median(r[kind] for r in recorder.rounds)) for kind in kinds}
         best = {f"{kind}_best": round(min(r[kind] for r in recorder.rounds)) for kind in kinds}
-        show({"recorder": name, "unit": "CPU ns per span", **figures, **best})
+        show({"recorder": name, "unit": "CPU ns per span", **figures, **best, **whole})
     for ours, theirs, kind, bar in RATIOS:
         if ours in recorders and theirs in recorders:
             pairs = zip(recorders[ours].rounds, recorders[theirs].rounds, strict=True)

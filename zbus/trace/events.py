@@ -125,16 +125,18 @@ def _text(text: str) -> str:
 
 
 def plain_json(value: Any) -> Any:
-    """Return a frozen value as no encoder refuses it: lone surrogates become escapes, huge numbers texts."""
+    """Return a value as no encoder refuses it: lone surrogates become escapes, huge numbers texts.
+
+    What is not frozen yet is frozen: ``Span.set`` on a span that has ended puts anything into args already recorded.
+    """
     if isinstance(value, str):
         return _text(value)
-    if isinstance(value, int):
-        return freeze(value)
     if isinstance(value, dict):
         return {_text(str(k)): plain_json(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [plain_json(item) for item in value]
-    return value
+    frozen = freeze(value)
+    return _text(frozen) if isinstance(frozen, str) else frozen
 
 
 class Expander:

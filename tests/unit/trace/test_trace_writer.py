@@ -132,6 +132,24 @@ def test_every_line_is_strict_json_whatever_was_recorded(tmp_path):
     assert len(named(path, "good")) == 1
 
 
+def test_what_is_set_on_a_span_that_has_ended_costs_no_line(tmp_path):
+    """A span that is told things after its end is written in some form, and its neighbours as they are."""
+    _, path = begin(tmp_path, flush_period_s=10)
+    with trace.span("before", n=1):
+        pass
+    with trace.span("late") as span:
+        pass
+    span.set(odd=object(), more={"deep": [object(), {1, 2}]}, blob=b"xyz", key={("a", 1): "\ud800"})
+    with trace.span("after", n=2):
+        pass
+    trace.reset()
+    before, late, after = (event for event in lines(path) if event["ph"] == "X")
+    assert (before["args"], after["args"]) == ({"n": 1}, {"n": 2})
+    assert late["args"]["odd"] == "<builtins.object>"
+    assert late["args"]["blob"] == "<bytes, 3 bytes>"
+    assert named(path, "zbus_end")[0]["args"]["lost"] == {}
+
+
 def test_a_record_nobody_can_read_costs_only_itself(tmp_path):
     """Malformed records among good ones are counted as lost, spans and others alike."""
     tracer, path = begin(tmp_path, flush_period_s=10)
