@@ -29,7 +29,7 @@ from controller.patience import wait_reminding
 from controller.restarting import ask_restart
 from controller.role import Role
 from controller.scheduling.api import AgentExit, Job, Scheduler
-from controller.stacks import Stacks, ask_agents
+from controller.stacks import Stacks, Told, ask_agents, ask_ranks
 from controller.startup import agent_error, missing_error
 from controller.takeover import OrphanResult, arguments_of, refuse_living, with_arguments
 from zbus.clock import SYSTEM_CLOCK, boot_id, clock_id, time_namespace
@@ -66,7 +66,6 @@ log = logging.getLogger("zbus.controller")
 
 _STOP_ACK_S: Final = 2.0
 _GUEST_S: Final = 5.0
-_THREADS_S: Final = 0.5
 _RESTART_S: Final = 120.0
 
 Entry = tuple[JobRecord, Sequence[Any], Mapping[str, Any]]
@@ -446,7 +445,7 @@ class Controller:
             made,
             create_timeout_s=config.rpc.create_timeout,
             read_journal=self._read_journal,
-            stacks=Stacks(self.trial, lambda ranks: ask_agents(client, records, ranks), self._threads_of),
+            stacks=Stacks(self.trial, self._threads_of, lambda ranks: ask_agents(client, records, ranks)),
             patience=Patience(config.rpc.stuck_after, config.rpc.stuck_factor),
         )
         closers.callback(members.close)
@@ -657,16 +656,13 @@ class Controller:
         ready = [peer for peer in self._rosters[role].peers() if peer.state is PeerState.READY]
         return _ask(client, ready, method, args, timeout)
 
-    def _threads_of(self, record: WorkerRecord) -> str:
-        """Return the stacks of all threads of a rank, as far as it answers."""
+    def _threads_of(self, records: Sequence[WorkerRecord]) -> tuple[Mapping[int, Told], set[int]]:
+        """Ask ranks for the stacks of all their threads; see ``controller.stacks``."""
         client, members = self._client, self._members
-        peer = None if members is None else members.peer_of(record)
-        if client is None or peer is None:
-            return ""
-        try:
-            return str(_ask(client, [peer], "zbus.threads", (), _THREADS_S).get(peer.name, ""))
-        except ZbusError:  # it went meanwhile
-            return ""
+        if client is None or members is None:
+            return {}, set()
+        found = {record.incarnation: members.peer_of(record) for record in records}
+        return ask_ranks(client, {incarnation: peer for incarnation, peer in found.items() if peer is not None})
 
     def _adopt(self, name: WorkerName, session: bytes, lane: str, seq: int) -> Any:
         client = self._client

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from controller.outcomes import spans
-from controller.stacks import Dump, Stacks, fold
+from controller.places import fold
+from controller.stacks import Dump, Stacks
 from zbus.registry.records import WorkerRecord
 
 __all__ = ["Late", "LateCall", "Patience"]

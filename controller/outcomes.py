@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from controller.placer import Peer, Roster, WorkerFacts
-from controller.stacks import fold
+from controller.places import fold
 from zbus.errors import (
     BatchError,
     CallCancelled,

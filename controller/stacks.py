@@ -1,17 +1,17 @@
-"""Stacks of ranks that are late: taken by signal, so also while a rank holds the GIL; parsed, and folded by place.
+"""Stacks of ranks that are late: told by themselves, or taken by signal while they cannot; and where they are.
 
-Every worker is armed for SIGUSR2 (``zbus.runtime.host``): a C handler appends the stack of its main thread to
-``stacks/<role>.<rank>.<start>.txt``. A rank of this kernel is signalled from here, held by pid and start time; for one
-elsewhere its agent is asked (``zbus.dump_stacks``) and the file is read in the shared trial directory. Where the main
-thread runs no endpoint, the rank is asked over ``ctl`` for its other threads: the call may be in one of them.
+A rank is asked over ``ctl`` first: it then reads the frames of all its threads under the GIL, which harms nothing. One
+that does not answer soon, because native code holds its GIL, is signalled (SIGUSR2), and a C handler appends the stack
+of its main thread to ``stacks/<role>.<rank>.<start>.txt``. The handler reads frames without the GIL, and has killed
+ranks that ran Python code meanwhile; so a rank is signalled only while its GIL is seen to be held
+(``zbus.runtime.gil``). A rank of this kernel is signalled from here, held by pid and start time; for one
+elsewhere its agent is asked (``zbus.dump_stacks``) and the file is read in the shared trial directory.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-import re
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from controller.console import shown
+from controller.places import IDLE, place_of
 from zbus.codec import decode, encode
 from zbus.config import TrialDir
 from zbus.errors import ZbusError
@@ -27,15 +27,20 @@ from zbus.ids import WorkerName, new_session
 from zbus.protocol.messages import Outcome, OutcomeKind
 from zbus.registry.identity import pid_space
 from zbus.registry.records import Records, WorkerRecord
-from zbus.runtime.processes import ProcessHandle, catches, state_of
+from zbus.runtime.gil import DumpSignal
+from zbus.runtime.processes import state_of
 from zbus.transport.client import Client, Peer, PeerState
 
-__all__ = ["Dump", "Stacks", "ask_agents", "fold", "place_of"]
+__all__ = ["Dump", "Stacks", "Told", "ask_agents", "ask_ranks"]
 
 log = logging.getLogger("zbus.members")
 
+_ASK_S: Final = 0.25
+"""How long a rank has to answer before it is looked at from outside. One that can answer does so in milliseconds, also
+with some threads at work (5 ms each for the GIL); and what is known after half a second is told in errors that wait."""
+
 _TAKE_S: Final = 1.0
-"""How long ranks have to write their stacks."""
+"""How long ranks have to tell or write their stacks."""
 
 _FRESH_S: Final = 1.0
 """A dump this young serves again: calls that end together are late together."""
@@ -45,21 +50,26 @@ _STILL_S: Final = 0.02
 
 _AGENT_S: Final = 0.5
 _GATHER_S: Final = 0.005
+_LOOK_S: Final = 0.005
 _MOST_BYTES: Final = 8 << 20
 _MOST_READ: Final = 1 << 20
 _MOST_DUMPS: Final = 4096
-_MOST_FRAMES: Final = 4
 
-_IDLE: Final = "no code of the engine: it waits in the bus, or in a coroutine"
+_UNREADABLE: Final = "unknown: its stacks cannot be read"
+_NATIVE: Final = "unknown: native code of another thread than the main one holds its interpreter (GIL)"
 
-_HEAD: Final = re.compile(r"^(?:Stack |(?:Current thread|Thread) 0x[0-9a-f]+ .*)\(most recent call first\):$")
-_FRAME: Final = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
-_HERE: Final = Path(__file__).resolve().parent.parent
-_OWN: Final = re.compile(
-    rf"^({re.escape(str(_HERE))}|.*/site-packages)/(zbus|workers|controller)/|^<frozen |/runpy\.py$"
-)
-_PACKAGED: Final = re.compile(r"/(site|dist)-packages/")
-_STDLIB: Final = re.compile(r"/lib(64)?/python3\.\d+/")
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a rank said of its stacks.
+
+    Attributes:
+        text: The stacks of all its threads.
+        saved: Whether the rank's file has them too.
+    """
+
+    text: str
+    saved: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,89 +87,29 @@ class Dump:
     taken: float
 
 
-Place = tuple[str, int, str]
-"""File, line and function of a frame."""
-
-
-def place_of(text: str) -> str:
-    """Return in a line where a rank's engine is, from the text of one dump; empty where it shows no thread.
-
-    The thread that runs an endpoint is told, else the main thread. Frames of zbus are left out, those of libraries are
-    named only where the engine waits in one: ``engines.py:33 in reduce (in distributed_c10d.py:2501 in all_reduce)``.
-    """
-    threads = _threads(text)
-    if not threads:
-        return ""
-    # The interpreter lists the main thread last.
-    best = max(enumerate(threads), key=lambda item: (_serves(item[1]), bool(_engine(item[1])), item[0]))[1]
-    engine = _engine(best) if _serves(best) else _own_code(best)
-    if not engine:
-        return _IDLE
-    innermost, *callers = engine[:_MOST_FRAMES]
-    words = " < ".join([_words(innermost), *map(_short, callers)])
-    return words if best[0] == innermost else f"{words} (in {_short(best[0])})"
-
-
-def _threads(text: str) -> list[list[Place]]:
-    threads: list[list[Place]] = []
-    for line in text.splitlines():
-        if _HEAD.match(line):
-            threads.append([])
-        elif threads and (match := _FRAME.match(line)):
-            threads[-1].append((match["file"], int(match["line"]), match["name"]))
-    return [frames for frames in threads if frames]
-
-
-def _serves(frames: Sequence[Place]) -> bool:
-    return any(file.endswith("/zbus/runtime/executor.py") for file, _, _ in frames) and bool(_engine(frames))
-
-
-def _engine(frames: Sequence[Place]) -> list[Place]:
-    """Return the frames of the user's code; where all is installed, those of the packages."""
-    return _own_code(frames) or [f for f in frames if _PACKAGED.search(f[0]) and not _OWN.search(f[0])]
-
-
-def _own_code(frames: Sequence[Place]) -> list[Place]:
-    foreign = [frame for frame in frames if not _OWN.search(frame[0])]
-    return [frame for frame in foreign if not _PACKAGED.search(frame[0]) and not _STDLIB.search(frame[0])]
-
-
-def _words(frame: Place) -> str:
-    file, line, name = frame
-    return f"{shown(file) if file.startswith('/') else file}:{line} in {name}"
-
-
-def _short(frame: Place) -> str:
-    file, line, name = frame
-    return f"{file.rpartition('/')[2]}:{line} in {name}"
-
-
-def fold(places: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """Return ranks by place, the place with most ranks first."""
-    found: dict[str, list[int]] = {}
-    for rank in sorted(places):
-        found.setdefault(places[rank], []).append(rank)
-    return sorted(((ranks, place) for place, ranks in found.items()), key=lambda item: (-len(item[0]), item[0]))
-
-
 class Stacks:
     """Takes stacks on a thread of its own, which the first request starts.
 
     Args:
         trial: Where the files are.
+        ask_ranks: Asks ranks for their stacks, without waiting; returns a mapping that fills with their answers, by
+            incarnation, and the incarnations that could be asked.
         ask_agents: Has the ranks of other hosts dump their stacks; returns those that were told to.
-        ask_rank: Returns the stacks of all threads of a rank, by its own word; empty where it does not answer soon.
+        fresh_s: A dump this many seconds young serves again.
     """
 
     def __init__(
         self,
         trial: TrialDir,
+        ask_ranks: Callable[[Sequence[WorkerRecord]], tuple[Mapping[int, Told], set[int]]],
         ask_agents: Callable[[Sequence[WorkerRecord]], set[int]] = lambda _: set(),
-        ask_rank: Callable[[WorkerRecord], str] = lambda _: "",
+        *,
+        fresh_s: float = _FRESH_S,
     ) -> None:
         self._trial = trial
+        self._ask_ranks = ask_ranks
         self._ask_agents = ask_agents
-        self._ask_rank = ask_rank
+        self._fresh_s = fresh_s
         self._dumps: dict[int, Dump] = {}
         self._pending: set[int] = set()
         self._changed = threading.Condition()
@@ -171,7 +121,7 @@ class Stacks:
         """Have a rank's stacks taken soon, unless that was done this second. Never waits; any thread, any lock."""
         with self._changed:
             dump = self._dumps.get(record.incarnation)
-            fresh = dump is not None and time.monotonic() - dump.taken < _FRESH_S
+            fresh = dump is not None and time.monotonic() - dump.taken < self._fresh_s
             if self._closed or fresh or record.incarnation in self._pending:
                 return
             self._pending.add(record.incarnation)
@@ -219,51 +169,63 @@ class Stacks:
                 self._take(batch)
             except Exception:
                 log.exception("stacks could not be taken")
-            with self._changed:
-                self._pending.difference_update(record.incarnation for record in batch)
-                self._changed.notify_all()
+                with self._changed:
+                    self._pending.difference_update(record.incarnation for record in batch)
+                    self._changed.notify_all()
 
     def _take(self, batch: Sequence[WorkerRecord]) -> None:
-        files = {
-            record.incarnation: _File(self._trial.stack_file(record.role, record.rank, record.start))
-            for record in batch
-        }
-        reasons = self._prompt(batch, files)
-        waiting = {record.incarnation: record for record in batch if record.incarnation not in reasons}
-        deadline = time.monotonic() + _TAKE_S
-        while waiting and time.monotonic() < deadline and not self._closed:
-            time.sleep(_STILL_S / 4)
-            for incarnation, record in list(waiting.items()):
-                file = files[incarnation]
-                if file.complete():
-                    del waiting[incarnation]
-                    place = place_of(file.text()) or "unknown: its stacks cannot be read"
-                    if place == _IDLE and not self._closed:
-                        place = place_of(self._ask_rank(record)) or place
-                    self._keep(record, place, self._trial.relative(file.path))
-        for record in batch:
-            if why := reasons.get(record.incarnation):
-                self._keep(record, why, "")
-            elif record.incarnation in waiting:
-                self._keep(record, _silent(record), "")
-
-    def _prompt(self, batch: Sequence[WorkerRecord], files: Mapping[int, _File]) -> dict[int, str]:
-        """Have each rank dump its stacks; return why some will not, by incarnation."""
         here = pid_space()
-        reasons: dict[int, str] = {}
-        elsewhere = []
-        for record in batch:
-            if files[record.incarnation].before > _MOST_BYTES:
-                reasons[record.incarnation] = "unknown: its stack file is full"
-            elif record.pid_space != here or (why := _signal(record)) is None:
-                elsewhere.append(record)
-            elif why:
-                reasons[record.incarnation] = why
-        told = self._ask_agents(elsewhere) if elsewhere else set()
-        for record in elsewhere:
-            if record.incarnation not in told:
-                reasons[record.incarnation] = "unknown: its agent does not answer"
-        return reasons
+        ranks = [
+            _Taking(one, self._trial.stack_file(one.role, one.rank, one.start), local=one.pid_space == here)
+            for one in batch
+        ]
+        try:
+            self._take_all(ranks)
+        finally:
+            for one in ranks:
+                one.close()
+
+    def _take_all(self, ranks: Sequence[_Taking]) -> None:
+        answers, asked = self._ask_ranks([one.record for one in ranks])
+        began = time.monotonic()
+        deadline, open_, agents_asked = began + _TAKE_S, list(ranks), False
+        while not self._closed:
+            open_ = [one for one in open_ if not self._settle(one, answers)]
+            now = time.monotonic()
+            if not open_ or now >= deadline:
+                break
+            if now - began >= _ASK_S:
+                silent = [one for one in open_ if one.record.incarnation in asked]
+                for one in silent:
+                    one.prompt()
+                unseen = [one for one in silent if one.signal is None and not one.why]
+                if unseen and not agents_asked:
+                    self._have_agents_prompt(unseen)
+                    agents_asked, deadline = True, time.monotonic() + _TAKE_S
+            time.sleep(_LOOK_S)
+        for one in open_:
+            self._keep(one.record, one.why or _silent(one, asked=one.record.incarnation in asked), "")
+
+    def _settle(self, one: _Taking, answers: Mapping[int, Told]) -> bool:
+        """Keep where a rank is, once that is known; tell whether it is."""
+        path = self._trial.relative(one.file.path)
+        told = answers.get(one.record.incarnation)
+        if told is not None:
+            self._keep(one.record, place_of(told.text) or _UNREADABLE, path if told.saved else "")
+            return True
+        if one.prompted and one.file.complete():
+            place = place_of(one.file.text()) or _UNREADABLE
+            self._keep(one.record, _NATIVE if place == IDLE else place, path)
+            return True
+        return False
+
+    def _have_agents_prompt(self, ranks: Sequence[_Taking]) -> None:
+        """Have agents signal the ranks that are not seen from here. Blocks for up to a second."""
+        told = self._ask_agents([one.record for one in ranks])
+        for one in ranks:
+            one.prompted = one.record.incarnation in told
+            if not one.prompted:
+                one.why = "unknown: it has not answered, and its agent has not had it write them"
 
     def _keep(self, record: WorkerRecord, place: str, path: str) -> None:
         with self._changed:
@@ -271,6 +233,40 @@ class Stacks:
             self._dumps[record.incarnation] = Dump(place, path, time.monotonic())
             while len(self._dumps) > _MOST_DUMPS:
                 del self._dumps[next(iter(self._dumps))]
+            self._pending.discard(record.incarnation)  # whoever waits for this one need not wait for the others
+            self._changed.notify_all()
+
+
+class _Taking:
+    """One rank whose stacks are being taken.
+
+    Attributes:
+        record: The rank.
+        file: Where a signal has them written.
+        signal: Sends that signal; None where the rank is not seen from here, and its agent does.
+        prompted: Whether the rank was signalled, from here or by its agent.
+        why: Why that was not done; empty while it may be.
+    """
+
+    def __init__(self, record: WorkerRecord, file: Path, *, local: bool) -> None:
+        self.record = record
+        self.file = _File(file)
+        # Made before the rank is asked: all the time in which it is silent counts.
+        self.signal = DumpSignal.open(record.pid, record.pid_start) if local else None
+        self.prompted = False
+        self.why = ""
+
+    def prompt(self) -> None:
+        """Signal the rank, if it is seen from here and its GIL is held; at most once."""
+        if self.file.before > _MOST_BYTES:
+            self.why = "unknown: its stack file is full"
+        elif self.signal is not None and not self.prompted:
+            self.prompted = self.signal.send()
+
+    def close(self) -> None:
+        """Let go of the process."""
+        if self.signal is not None:
+            self.signal.close()
 
 
 class _File:
@@ -305,33 +301,50 @@ class _File:
             return ""
 
 
-def _signal(record: WorkerRecord) -> str | None:
-    """Signal a rank of this kernel; return "", why that cannot be, or None if it is not seen from here."""
-    handle = ProcessHandle.open(record.pid, record.pid_start)
-    if handle is None:
-        return None  # gone, or in a pid namespace of its own: its agent knows
-    try:
-        if not catches(record.pid, signal.SIGUSR2):
-            return "unknown: it does not dump stacks yet"
-        handle.signal(signal.SIGUSR2)
-    except OSError as error:
-        return f"unknown: {error.strerror}"
-    finally:
-        handle.close()
-    return ""
-
-
-def _silent(record: WorkerRecord) -> str:
-    """Say why a rank that was signalled has written nothing."""
-    if record.pid_space == pid_space():
-        state = state_of(record.pid)
+def _silent(one: _Taking, *, asked: bool) -> str:
+    """Say why nothing is known of a rank."""
+    if one.record.pid_space == pid_space():
+        state = state_of(one.record.pid)
         if state in ("T", "t"):
             return "nowhere: its process is stopped (state T)"
         if state == "D":
             return "the kernel: its process waits for a device or a file system (state D)"
         if state is None or state in "ZX":
             return "nowhere: its process has ended"
-    return f"unknown: it wrote no stacks within {_TAKE_S:g} s"
+    if not asked:
+        return "unknown: there is no connection to it"
+    if one.prompted:
+        return f"unknown: it wrote no stacks within {_TAKE_S:g} s"
+    return (
+        f"unknown: it has not answered within {_TAKE_S:g} s, and no native code is seen to hold its interpreter (GIL)"
+    )
+
+
+def ask_ranks(client: Client, peers: Mapping[int, Peer]) -> tuple[dict[int, Told], set[int]]:
+    """Ask ranks for the stacks of all their threads. Never waits; any thread, not under a lock.
+
+    Args:
+        client: The session that the peers are of.
+        peers: The ranks by incarnation.
+
+    Returns:
+        A dictionary that the answers are put into as they come, by incarnation; and which ranks could be asked.
+    """
+    answers: dict[int, Told] = {}
+    asked: set[int] = set()
+    frames = encode([["zbus.threads", (), {}]])
+    for incarnation, peer in peers.items():
+
+        def sink(_member: int, _call: int, outcome: Outcome, incarnation: int = incarnation) -> None:
+            if outcome.kind is OutcomeKind.OK and outcome.payload is not None:
+                answers[incarnation] = Told(**decode(outcome.payload))
+
+        try:
+            client.place([peer], "ctl", [frames], 1, deadline_s=_TAKE_S, sink=sink)
+        except ZbusError:  # it went meanwhile
+            continue
+        asked.add(incarnation)
+    return answers, asked
 
 
 def ask_agents(client: Client, records: Records, workers: Sequence[WorkerRecord]) -> set[int]:

@@ -57,12 +57,12 @@ from zbus.data.presence import shared_root, sweep
 from zbus.errors import ConfigError, StartupError, TransportError, ZbusError
 from zbus.registry.identity import pid_space
 from zbus.registry.records import AgentRecord, JobRecord, RankClaim
+from zbus.runtime.gil import DumpSignal
 from zbus.runtime.journal import journal_file
 from zbus.runtime.leaseword import LeaseWord
 from zbus.runtime.processes import (
     ProcessHandle,
     become_subreaper,
-    catches,
     start_time,
 )
 from zbus.runtime.watchdog import Watchdog
@@ -78,6 +78,9 @@ EXIT_TERMINATED: Final = 143
 _ORPHAN_GRACE_S: Final = 1.0
 _TICK_S: Final = 1.0
 _DRAIN_S: Final = 5.0
+_WATCH_S: Final = 0.4
+"""How long a rank is looked at before its stack is not taken: who asks waits for half a second."""
+_LOOK_S: Final = 0.005
 _NS: Final = 1_000_000_000
 _SHORTAGES: Final = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
@@ -299,14 +302,23 @@ class Agent:
         self.post(lambda: self._feed(RestartAsked(rank)))
 
     def dump_stacks(self, rank: int) -> str:
-        """Have ``rank`` write the stacks of all its threads, which works while it is stuck; return the file's path.
+        """Have ``rank`` write the stack of its main thread, held by native code; return the file's path.
 
-        May be called from any thread. Empty where the rank does not run or is not armed for it (yet).
+        For a rank that was asked over its own ``ctl`` and has not answered: the signal is sent only if native code is
+        seen to hold its GIL, since it has killed ranks that ran Python code. May be called from any thread; blocks for
+        up to 0.4 s. Empty where the rank does not run, is not armed, or is not seen to be held.
         """
-        pid, start = self._processes.pid(rank), self._place.starts.get(rank)
-        if pid is None or start is None or not catches(pid, signal.SIGUSR2):
+        pid, started, start = self._processes.pid(rank), self._processes.started(rank), self._place.starts.get(rank)
+        if pid is None or start is None or (dump := DumpSignal.open(pid, started)) is None:
             return ""
-        self.post(lambda: self._processes.signal(rank, signal.SIGUSR2))
+        try:
+            until = time.monotonic() + _WATCH_S
+            while not dump.send():
+                if time.monotonic() > until:
+                    return ""
+                time.sleep(_LOOK_S)
+        finally:
+            dump.close()
         return str(self._trial.stack_file(self.config.role, rank, start))
 
     def status(self) -> dict[str, Any]:

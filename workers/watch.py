@@ -67,6 +67,11 @@ class ProcessTable:
         process = self._processes.get(rank)
         return None if process is None else process.handle.pid
 
+    def started(self, rank: int) -> int | None:
+        """Return when a living rank started, in clock ticks since boot: with its pid, what tells it from any other."""
+        process = self._processes.get(rank)
+        return None if process is None else process.handle.started
+
     def signal(self, rank: int, signum: int) -> None:
         """Send a signal to a rank, if it lives."""
         process = self._processes.get(rank)

@@ -156,7 +156,10 @@ def test_a_dump_leaves_errno_as_it_was(settled: Controller) -> None:
 
 
 def test_ranks_of_another_host_are_asked_through_their_agent(settled: Controller) -> None:
-    """What cannot be signalled from here is dumped by its agent, over ``ctl``, and read from the trial directory."""
+    """What does not answer and cannot be signalled from here is dumped by its agent, and read from the trial directory.
+
+    A rank that answers is told by its own word, and its agent is left alone.
+    """
     members = settled._members
     client = settled._client
     assert members is not None
@@ -167,18 +170,51 @@ def test_ranks_of_another_host_are_asked_through_their_agent(settled: Controller
         told.append(ask_agents(client, members._records, ranks))
         return told[-1]
 
-    future = settled.group("actor")[4].step.submit("lock", (4,), 1.5)
-    wait_until(lambda: future.outcomes()[0].state.startswith("running"), what="the call to run")
     record = members.roles["actor"].members[4].record
     assert record is not None
-    stacks = Stacks(settled.trial, ask)
+    afar = structs.replace(record, pid_space="another kernel")
+    stacks = Stacks(settled.trial, settled._threads_of, ask, fresh_s=0.0)
     try:
-        dump = stacks.take([structs.replace(record, pid_space="another kernel")])[record.incarnation]
+        waits = settled.group("actor")[4].step.submit("lock", (4,), scaled(1.5))
+        wait_until(lambda: waits.outcomes()[0].state.startswith("running"), what="the call to run")
+        assert line_of("waits here") in stacks.take([afar])[record.incarnation].place
+        assert not told
+        assert waits.result() == 4
+        holds = settled.group("actor")[4].step.submit("regex", (4,), scaled(4.0))
+
+        def place() -> str:
+            found = stacks.take([afar])[record.incarnation].place
+            return found if any(told) else ""
+
+        assert line_of("holds the GIL here") in wait_until(place, what="a dump through the agent")
     finally:
         stacks.close()
-    assert told == [{record.incarnation}]
-    assert line_of("waits here") in dump.place
-    assert future.result() == 4
+    assert told[-1] == {record.incarnation}
+    assert holds.result() == 4
+
+
+def test_a_rank_that_answers_is_not_signalled(settled: Controller) -> None:
+    """Its own word is enough, of all its threads; a handler that reads frames while they change would end it."""
+    members = settled._members
+    assert members is not None
+    records = [member.record for member in members.roles["actor"].members if member.record is not None]
+    stacks = Stacks(settled.trial, settled._threads_of, fresh_s=0.0)
+    before = {record.rank: text_of(settled, record) for record in records}
+    try:
+        dumps = stacks.take(records)
+    finally:
+        stacks.close()
+    for record in records:
+        assert dumps[record.incarnation].path == f"stacks/actor.{record.rank}.0.txt"
+        written = text_of(settled, record).removeprefix(before[record.rank])
+        assert written.count("Thread 0x") > 3
+        assert "Stack (most" not in written, "a signal writes so"
+
+
+def text_of(bus: Controller, record: WorkerRecord) -> str:
+    """Return the dumps of a rank."""
+    path = bus.trial.stack_file(record.role, record.rank, record.start)
+    return path.read_text() if path.exists() else ""
 
 
 def test_the_callers_loop_runs_on_while_stacks_are_taken(settled: Controller) -> None:

@@ -33,6 +33,7 @@ from zbus.errors import CallStopped
 from zbus.protocol.journal import LaneRing
 from zbus.protocol.messages import Buffer, Buffers, CancelRunning, Execute, Kind, Status, StreamCredit
 from zbus.runtime.batches import Holding, refuse_stream, run_batch
+from zbus.runtime.gil import name_thread
 from zbus.runtime.stopping import CurrentCall, running, task_call
 from zbus.runtime.streams import RunningStream
 from zbus.runtime.watchdog import Handler
@@ -153,7 +154,7 @@ class Executor:
         self._functions: dict[str, Callable[..., Any]] = {}
         self._async_lanes: frozenset[str] = frozenset()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pools: dict[str, ThreadPoolExecutor] = {"ctl": ThreadPoolExecutor(4, "zbus-ctl")}
+        self._pools: dict[str, ThreadPoolExecutor] = {"ctl": _pool("ctl", 4)}
         self._tasks: dict[tuple[bytes, str, int], asyncio.Task[None]] = {}  # those that have begun
         self._waiting: set[asyncio.Task[None]] = set()  # all: a loop keeps only weak references
         self._streams: dict[tuple[bytes, str, int], RunningStream] = {}
@@ -234,7 +235,7 @@ class Executor:
         pool = self._pools.get(lane)
         if pool is None:
             widest = max((s.concurrency or 1 for s in self._table.values() if s.lane == lane), default=1)
-            pool = self._pools[lane] = ThreadPoolExecutor(widest, f"zbus-{lane}")
+            pool = self._pools[lane] = _pool(lane, widest)
         pool.submit(self._run, request)
 
     def cancel(self, effect: CancelRunning) -> None:
@@ -367,6 +368,7 @@ class Executor:
         if loop is not None:
             import asyncio
 
+            name_thread("async")
             asyncio.set_event_loop(loop)
             try:
                 loop.run_forever()
@@ -673,6 +675,10 @@ class Executor:
                 request.session, self.name, self.incarnation, request.lane, seq, request.attempt, method,
                 request.arrived_ns, started, decoded, ended, encoded or ended, outcome, time.monotonic_ns(),
             )  # fmt: skip
+
+
+def _pool(lane: str, threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, f"zbus-{lane}", initializer=name_thread, initargs=(lane,))
 
 
 def _check_alone(request: Execute, method: str) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import faulthandler
-import io
 import os
 import resource
 import signal
@@ -33,11 +32,13 @@ from zbus.registry.lease import HOLDER_MARGIN
 from zbus.registry.records import JobRecord, Records, WorkerRecord
 from zbus.runtime.context import Context
 from zbus.runtime.executor import Executor
+from zbus.runtime.gil import name_thread
 from zbus.runtime.journal import CrashJournal, journal_file
 from zbus.runtime.leaseword import LeaseWord
 from zbus.runtime.loader import digest_of, load_engine
 from zbus.runtime.memory import SessionArrays
 from zbus.runtime.processes import start_time
+from zbus.runtime.stacks import StackFile, describe_threads
 from zbus.runtime.watchdog import Handler, Watchdog
 from zbus.trace import control
 from zbus.trace.config import TraceConfig
@@ -173,7 +174,7 @@ class _Host:
         self.watchdog = Watchdog()
         self.watchdog.watch(self._bus_handler)
         self.watchdog.watch(self.executor.ctl_handlers)
-        self._stacks: io.TextIOBase | None = None
+        self._stacks: StackFile | None = None
         self._stop_lock = threading.Lock()
 
     # -- the stations of a life ----------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ class _Host:
     def open(self) -> None:
         """Bind, start answering ``ctl``, publish the record."""
         config = self.config
-        self._arm_stack_dumps()
+        self._stacks = self._arm_stack_dumps()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the controller's to act on
         signal.signal(signal.SIGTERM, self._on_term)
         self._start_tracing()
@@ -193,6 +194,7 @@ class _Host:
             wanted = bind_endpoints("ipc" if use_ipc else "tcp", label, runtime_dir=runtime, host=config.bind_host)
             bound[link] = [self.server.bind(link, endpoint) for endpoint in wanted]
         self.server.start()
+        name_thread("bus", self.server.bus_thread)
         self.watchdog.start()
         self.records.publish_worker(
             WorkerRecord(
@@ -271,8 +273,8 @@ class _Host:
             "ctl:zbus.status": self._status,
             "ctl:zbus.describe": self._engine_facts,
             "ctl:zbus.stop": self._asked_to_stop,
-            "ctl:zbus.stacks": self._stack_text,
-            "ctl:zbus.threads": self._threads_text,
+            "ctl:zbus.stacks": describe_threads,
+            "ctl:zbus.threads": self._dump_threads,
             "ctl:zbus.orphans": self._orphans,
             "ctl:zbus.adopt": self._adopt,
             "ctl:zbus.config_perf_tracer": self._config_tracer,
@@ -462,46 +464,15 @@ class _Host:
             print(f"zbus: no crash journal {path}: {error.strerror}", file=sys.stderr)  # the worker's log  # noqa: T201
             return None
 
-    def _arm_stack_dumps(self) -> None:
-        """SIGUSR2 appends a stack to ``stacks/<role>.<rank>.<start>.txt`` from a C handler: no GIL needed.
-
-        Only of the thread that gets the signal, the main thread as a rule: the stacks of threads that run meanwhile
-        change under the handler's eyes, and reading them has killed workers. The handler is chained to an ignored
-        signal, because only then does it put ``errno`` back: libzmq asserts what it finds there after a system call,
-        and a dump in between ended the process.
-        """
-        path = self.config.trial_dir / "stacks" / f"{self.config.role}.{self.config.rank}.{self.config.start}.txt"
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._stacks = path.open("a", encoding="utf-8")
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-        faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=False, chain=True)
+    def _arm_stack_dumps(self) -> StackFile:
+        config = self.config
+        stacks = StackFile(config.trial_dir / "stacks" / f"{config.role}.{config.rank}.{config.start}.txt")
+        stacks.arm()
         faulthandler.enable(file=sys.stderr, all_threads=True)
+        return stacks
 
-    def _threads_text(self) -> str:
-        """Add the stacks of all threads to the file that SIGUSR2 writes to, in its format; return them."""
-        import traceback
-
-        parts = []
-        for ident, frame in sys._current_frames().items():  # documented for such uses  # noqa: SLF001
-            lines = [f"Thread 0x{ident:016x} (most recent call first):"]
-            found = reversed(traceback.extract_stack(frame))
-            lines += [f'  File "{one.filename}", line {one.lineno} in {one.name}' for one in found]
-            parts.append("\n".join(lines))
-        text = "\n\n".join(parts) + "\n"
-        if self._stacks is not None:
-            self._stacks.write(text)
-            self._stacks.flush()
-        return text
-
-    def _stack_text(self) -> str:
-        frames = sys._current_frames()  # the documented way to see other threads  # noqa: SLF001
-        threads = {thread.ident: thread.name for thread in threading.enumerate()}
-        import traceback
-
-        parts = []
-        for ident, frame in frames.items():
-            parts.append(f"thread {threads.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
-        return "\n".join(parts)
+    def _dump_threads(self) -> dict[str, Any]:
+        return {"text": "", "saved": False} if self._stacks is None else self._stacks.dump()
 
     def _on_term(self, _signum: int, _frame: object) -> None:
         self.stop(EXIT_TERMINATED)

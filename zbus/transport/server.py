@@ -192,6 +192,11 @@ class Server:
         thread.start()
         self._thread = thread  # only one that runs: where no thread can be started, that is what shall be told
 
+    @property
+    def bus_thread(self) -> int:
+        """Native id of the bus thread; 0 before ``start``."""
+        return 0 if self._thread is None else self._thread.native_id or 0
+
     # -- the main thread -----------------------------------------------------------------------------------------
 
     def run(self, run: Run) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from controller.late import Late, Patience
-from controller.stacks import Dump, fold, place_of
+from controller.places import IDLE, fold, place_of
+from controller.stacks import Dump
 from zbus.protocol.batch import BatchSlots
 from zbus.protocol.messages import Outcome, OutcomeKind
 
@@ -53,6 +54,13 @@ def main(*frames: str) -> str:
 def test_the_place_is_the_innermost_frame_of_the_users(frames: list[str], place: str) -> None:
     """Frames of zbus are left out; a library is named only where the engine waits in it."""
     assert place_of(main(*frames)) == place
+
+
+def test_what_the_worker_was_started_by_is_no_place() -> None:
+    """A packaged library outside of the executor's frames, such as that of the command line, is none of the engine."""
+    started = '  File "/opt/site-packages/click/core.py", line 9 in invoke\n'
+    assert place_of(main() + started) == IDLE
+    assert place_of(main('"/opt/site-packages/trainer/loop.py", line 7 in fit') + started).endswith("loop.py:7 in fit")
 
 
 def test_the_thread_that_serves_is_told_rather_than_a_helper_of_the_engine() -> None:
