@@ -508,15 +508,15 @@ class Controller:
         """Wait until every rank is ready; the first failure ends the wait, so does the deadline."""
 
         def settled() -> bool:
-            return not members.missing() or members.first_error() is not None or bool(failures)
+            return members.all_ready() or members.first_error() is not None or bool(failures)
 
         wait_reminding(members, scheduler, settled, deadline)
-        if failures and members.first_error() is None and members.missing():
+        if failures and members.first_error() is None and not members.all_ready():
             members.wait(lambda: members.first_error() is not None, 0.3)  # an exit record tells more than its agent
         error = members.first_error()
         if error is not None:
             raise error
-        if not members.missing():
+        if members.all_ready():
             return
         if failures:
             raise members.gave_up(failures[0].role) or agent_error(failures[0])

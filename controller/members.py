@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -45,6 +46,9 @@ _LAST_WORD_S: Final = 0.1
 """How long an exit record may take to be seen after the agent that wrote it has ended."""
 
 _IDLE_S: Final = 0.5
+_MOST_JOBS: Final = 64
+"""Events handled before readers see what came of them: a burst of a thousand ranks must not wake them for each."""
+
 _FENCED: Final = 11
 
 
@@ -75,9 +79,14 @@ class _Absent:
 
 @dataclass
 class Member:
-    """One rank of one role. Changed by the members thread only."""
+    """One rank of one role. Changed by the members thread only.
+
+    Attributes:
+        moved: Where it puts itself down when its phase changes, for its roster to look at it.
+    """
 
     name: WorkerName
+    moved: list[Member] = field(default_factory=list, repr=False, compare=False)
     record: WorkerRecord | None = None
     peer: Peer | None = None
     phase: str = Phase.WAITING
@@ -89,9 +98,10 @@ class Member:
     digest: str = ""
 
     def to(self, phase: str) -> None:
-        """Enter a phase."""
+        """Enter a phase. What the roster shows of a member (peer, error) changes only together with its phase."""
         self.phase = phase
         self.since = time.monotonic()
+        self.moved.append(self)
 
 
 class RoleMembers:
@@ -103,15 +113,18 @@ class RoleMembers:
         self.job = job
         self.role = job.role
         self.mesh = Mesh.of(job.mesh or None, job.world_size)
-        self.members = [Member(WorkerName(job.role, rank)) for rank in range(job.world_size)]
+        self._moved: list[Member] = []
+        self.members = [Member(WorkerName(job.role, rank), self._moved) for rank in range(job.world_size)]
         self.arguments = arguments
         self.table: dict[str, EndpointSpec] = {}
         self.restarted: set[int] = set()  # starts whose failure has had the other agents restart theirs
         self._exit_of = exits
         self.agent_end: str = ""
         self.late: Late | None = None
-        self._peers: list[Any] = []
-        self.refresh()
+        self._digests: Counter[str] = Counter()
+        self._unready = set(range(job.world_size))
+        self._failed: set[int] = set()
+        self._peers: list[Any] = [self._current(member) for member in self.members]
 
     def peers(self) -> Sequence[Any]:
         """Return the current incarnation of each rank, in rank order."""
@@ -161,11 +174,36 @@ class RoleMembers:
     @property
     def ready(self) -> int:
         """Number of ranks that can be called."""
-        return sum(member.phase == Phase.READY for member in self.members)
+        return len(self.members) - len(self._unready)
+
+    @property
+    def failed(self) -> list[Member]:
+        """Members with an error, in rank order."""
+        return [self.members[rank] for rank in sorted(self._failed)]
 
     def refresh(self) -> None:
-        """Rebuild the list that readers take."""
-        self._peers = [self._current(member) for member in self.members]
+        """Bring the list that readers take up to date with the members that have moved; on the members thread."""
+        if not self._moved:
+            return
+        moved = self._moved.copy()
+        self._moved.clear()
+        peers = self._peers.copy()  # whoever holds the old one keeps a whole list
+        for member in moved:
+            rank = member.name.rank
+            peers[rank] = self._current(member)
+            (self._unready.discard if member.phase == Phase.READY else self._unready.add)(rank)
+            (self._failed.discard if member.error is None else self._failed.add)(rank)
+        self._peers = peers
+
+    def differing(self, member: Member, digest: str) -> Member | None:
+        """Note the digest of a member's engine; return another member whose engine is not the same, or None."""
+        if member.digest:
+            self._digests[member.digest] -= 1
+        member.digest = digest
+        self._digests[digest] += 1
+        if self._digests[digest] == sum(self._digests.values()):
+            return None
+        return next(other for other in self.members if other.digest and other.digest != digest)
 
     def _current(self, member: Member) -> Any:
         if member.peer is not None and member.phase in (Phase.READY, Phase.DEAD):
@@ -266,6 +304,10 @@ class Members:
         with self._changed:
             return self._changed.wait_for(done, timeout_s)
 
+    def all_ready(self) -> bool:
+        """Tell whether every rank of every role is ready. Any thread."""
+        return all(role.ready == len(role.members) for role in self.roles.values())
+
     def missing(self) -> list[tuple[Member, str]]:
         """Return the ranks that are not ready, each with what is known of it."""
         return [
@@ -277,7 +319,7 @@ class Members:
 
     def first_error(self) -> Exception | None:
         """Return the earliest start-up failure, or None."""
-        failed = [m for role in self.roles.values() for m in role.members if m.error is not None]
+        failed = [member for role in self.roles.values() for member in role.failed]
         return min(failed, key=lambda m: m.since).error if failed else None
 
     def close(self) -> None:
@@ -297,9 +339,12 @@ class Members:
                 job = self._inbox.get(timeout=_LOOK_S if suspects else _IDLE_S)
             except queue.Empty:
                 job = None
+            jobs = 0
             try:
-                if job is not None:
+                while job is not None:
+                    jobs += 1
                     job()
+                    job = self._next() if jobs < _MOST_JOBS else None
                 for member in suspects:
                     self._look_into(member)
                 if self._late is not None:
@@ -307,11 +352,17 @@ class Members:
                 self._watchdog.look()
             except Exception:
                 log.exception("a membership event could not be handled")
-            if job is not None or suspects:
+            if jobs or suspects:
                 for role in self.roles.values():
                     role.refresh()
                 with self._changed:
                     self._changed.notify_all()
+
+    def _next(self) -> Callable[[], None] | None:
+        try:
+            return self._inbox.get_nowait()
+        except queue.Empty:
+            return None
 
     def _bus_handler(self) -> list[Handler]:
         busy = self._client.reactor.round_since()
@@ -424,8 +475,7 @@ class Members:
             return
         role = self.roles[member.name.role]
         table = table_from_wire(facts["endpoints"])
-        member.digest = str(facts["digest"])
-        other = next((m for m in role.members if m.digest and m.digest != member.digest), None)
+        other = role.differing(member, str(facts["digest"]))
         if other is not None:
             member.error = StartupError(
                 f"{member.name} and {other.name} run different code of engine {role.job.engine}",
