@@ -19,6 +19,7 @@ import contextlib
 import mmap
 import multiprocessing
 import os
+import socket as socket_module
 import statistics
 import tempfile
 import time
@@ -90,6 +91,9 @@ class Peers:
         self.sockets, self.processes = [], []
         for number in range(count):
             endpoint = f"ipc://{directory}/{target.__name__}.{number}"
+            if not directory:
+                with socket_module.create_server(("127.0.0.1", 0)) as free:
+                    endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
             ready = context.Event()
             process = context.Process(target=target, args=(endpoint, ready, *more), daemon=True)
             process.start()
@@ -108,7 +112,7 @@ class Peers:
 
 
 class Frames(Peers):
-    """Raw pyzmq frames."""
+    """Raw pyzmq frames; over tcp where no directory is given."""
 
     def __init__(self, count: int, directory: str) -> None:
         super().__init__(frames_worker, count, directory)
@@ -182,13 +186,17 @@ class Shm(Peers):
 class Zbus:
     """A local trial with some workers."""
 
-    def __init__(self, workers: int, root: str, shared: int | None) -> None:
+    def __init__(self, workers: int, root: str, shared: int | None, transport: str = "ipc") -> None:
         from controller import Controller, Role
         from zbus.config import load_config
 
-        data = {"trace": {"level": "off", "merge": False}, "data": {} if shared is None else {"shared_memory": shared}}
+        data = {
+            "trace": {"level": "off", "merge": False},
+            "data": {} if shared is None else {"shared_memory": shared},
+            "scheduler": {"transport": transport},
+        }
         self.bus = Controller.launch(
-            "bench",
+            f"bench-{transport}",
             {"w": Role("bench_engines:Arrays", replicas=workers)},
             root=root,
             config=load_config(data=data).config,
@@ -255,13 +263,16 @@ def run(rounds: int, wanted: Callable[[str], bool]) -> Results:
     with tempfile.TemporaryDirectory(prefix="zb-bench-") as directory, contextlib.ExitStack() as stack:
         four = any(map(wanted, ("broadcast_16mb", "rl_batch")))
         workers = 4 if four else 1
+        far: dict[str, Any] = {}
+        if wanted("tcp_256mb"):
+            far = {"frames-tcp": Frames(1, ""), "zbus-tcp": Zbus(1, directory, 0, "tcp")}
         systems: dict[str, Any] = {
             "frames": Frames(workers, directory),
             "shm": Shm(workers, directory),
             "zbus": Zbus(workers, directory, None),
             "zbus-frames": Zbus(workers, directory, 0),
         }
-        for system in systems.values():
+        for system in (*systems.values(), *far.values()):
             stack.callback(system.close)
         source = {name: np.ones(size, np.uint8) for name, size in SIZES.items()}
         target = np.ones(SIZES["256mb"], np.uint8)
@@ -279,6 +290,16 @@ def run(rounds: int, wanted: Callable[[str], bool]) -> Results:
                             for label, one in systems.items()
                         }
                         results.take(f"{workload}_{name}", "GB/s", {"memcpy": copies[name], **times}, size)
+            for workload, call in (("tcp_256mb", source["256mb"]), ("tcp_256mb_recv", SIZES["256mb"])):
+                if wanted(workload):
+                    times = {
+                        label: seconds(partial(one.recv if workload.endswith("recv") else one.send, call), 3)
+                        for label, one in far.items()
+                    }
+                    figures = {name: SIZES["256mb"] / took / 1e9 for name, took in times.items()}
+                    limit = SIZES["256mb"] / copies["256mb"] / 1e9
+                    for label, figure in figures.items():
+                        results.add(workload, label, "GB/s", figure, figures["frames-tcp"], limit)
             if wanted("in_place_256mb"):
                 times = sorted(systems["zbus"].in_place(SIZES["256mb"]) for _ in range(7))
                 results.take("in_place_256mb", "ms", {"memcpy": copies["256mb"], "zbus": times[3]})

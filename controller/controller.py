@@ -36,6 +36,7 @@ from zbus.clock import SYSTEM_CLOCK, boot_id, clock_id, time_namespace
 from zbus.codec import decode, encode
 from zbus.config import Config, RoleConfig, TrialDir
 from zbus.data.courier import Courier
+from zbus.data.porter import Porter
 from zbus.discovery.directory import Directory
 from zbus.errors import ConfigError, StartupError, TrialError, Unavailable, ZbusError
 from zbus.ids import WorkerName, new_session
@@ -50,8 +51,9 @@ from zbus.runtime.processes import start_time
 from zbus.trace import control
 from zbus.trace.config import TraceConfig
 from zbus.trace.tracer import Tracer
+from zbus.transport.bulk import Bulk
 from zbus.transport.client import Client, Peer, PeerState
-from zbus.transport.endpoints import RuntimeDir, bind_endpoints
+from zbus.transport.endpoints import RuntimeDir, Transport, bind_endpoints
 from zbus.transport.profile import check_limits
 from zbus.transport.pubsub import Hub
 from zbus.transport.security import ProcessKeys
@@ -432,9 +434,11 @@ class Controller:
         closers.callback(_Lease(records, epoch, config.rpc.lease).stop)
         self._trace(config, epoch)
         session = bytes.fromhex(epoch.session)
-        courier = Courier.enter(config.data.shared_memory)
-        closers.callback(courier.leave)
-        client = self._client = Client(session=session, epoch=epoch.epoch, factory=factory, carrier=courier)  # type: ignore[arg-type]  # a NewType of bytes
+        bulk = _open_bulk(config, factory, runtime)
+        closers.callback(bulk.close)
+        porter = Porter(Courier.enter(config.data.shared_memory), bulk)
+        closers.callback(porter.leave)
+        client = self._client = Client(session=session, epoch=epoch.epoch, factory=factory, carrier=porter)  # type: ignore[arg-type]  # a NewType of bytes
         closers.callback(client.close)
         self._watch_calls(client)
         self._watch_clocks(client)
@@ -812,6 +816,15 @@ def _config_roles(roles: Mapping[str, RoleConfig]) -> dict[str, Role]:
             raise ConfigError(msg, hint=f"set roles.{name}.engine=package.module:Class")
         found[name] = Role.of(role)
     return found
+
+
+def _open_bulk(config: Config, factory: SocketFactory, runtime: RuntimeDir) -> Bulk:
+    """Bind where ranks pull large arguments that they cannot map."""
+    bulk = Bulk(factory)
+    transport: Transport = "both" if config.scheduler.transport == "tcp" else "ipc"
+    for endpoint in bind_endpoints(transport, "data", runtime_dir=runtime, host=config.scheduler.bind):
+        bulk.bind(endpoint)
+    return bulk
 
 
 def _open_hub(config: Config, factory: SocketFactory, runtime: RuntimeDir) -> Hub:

@@ -34,6 +34,7 @@ from zbus.registry.identity import pid_space
 from zbus.registry.records import ExitRecord, JobRecord, Records, WorkerRecord
 from zbus.runtime.processes import describe_exit, is_alive
 from zbus.runtime.watchdog import Handler, Watchdog
+from zbus.transport.carrier import Reach
 from zbus.transport.client import Client, Peer, PeerState
 
 __all__ = ["Member", "Members", "RoleMembers"]
@@ -75,6 +76,7 @@ class _Absent:
         self.state = state
         self.evidence = evidence
         self.welcome = dict(welcome)
+        self.reach = Reach.told(welcome)
 
 
 @dataclass

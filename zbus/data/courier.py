@@ -92,12 +92,16 @@ class Courier:
 
         def keep(data: memoryview | bytes) -> Buffer:
             if len(data) >= SHARED_FROM:
-                lease = self._arena().lend(data)
+                lease = self.lend(data)
                 if lease is not None:
                     return lease
             return bytes(data) if snapshot else memoryview(data)
 
         return keep
+
+    def lend(self, data: memoryview | bytes) -> Lease | None:
+        """Copy contiguous bytes into shared memory, where some peer is near; None if there is no room."""
+        return self._arena().lend(data)
 
     def keeper_for(self, peer: str) -> Keep | None:
         """Return what an encoder does with large arrays of an answer to one peer; None: it copies them."""

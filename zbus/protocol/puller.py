@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 
 from zbus.protocol.parts import KEY_BYTES, MAX_RANGE, Kind, PartHeader, Status
 
-__all__ = ["Ask", "Ended", "Ending", "Patience", "Place", "Puller", "Range"]
+__all__ = ["Ask", "Ended", "Ending", "Patience", "Place", "Puller", "Range", "check_pull"]
 
 _NEVER: Final = 1 << 62
 _S: Final = 1_000_000_000
@@ -111,6 +111,21 @@ class Place(NamedTuple):
     range: int
     offset: int
     nbytes: int
+
+
+def check_pull(key: bytes, ranges: Sequence[Range]) -> None:
+    """Check what is to be pulled.
+
+    Raises:
+        ValueError: The key is none, or a range is empty or reaches beyond its buffer.
+    """
+    if len(key) != KEY_BYTES or not ranges:
+        msg = f"a key has {KEY_BYTES} bytes, and something of it is asked for"
+        raise ValueError(msg)
+    for one in ranges:
+        if min(one.buffer, one.offset) < 0 or one.nbytes < 1 or one.offset + one.nbytes > one.total:
+            msg = f"bytes {one.offset} to {one.offset + one.nbytes} of a buffer of {one.total}"
+            raise ValueError(msg)
 
 
 class _Piece:
@@ -203,13 +218,7 @@ class Puller:
         Raises:
             ValueError: The key is none, or a range is empty or reaches beyond its buffer.
         """
-        if len(key) != KEY_BYTES or not ranges:
-            msg = f"a key has {KEY_BYTES} bytes, and something of it is asked for"
-            raise ValueError(msg)
-        for one in ranges:
-            if min(one.buffer, one.offset) < 0 or one.nbytes < 1 or one.offset + one.nbytes > one.total:
-                msg = f"bytes {one.offset} to {one.offset + one.nbytes} of a buffer of {one.total}"
-                raise ValueError(msg)
+        check_pull(key, ranges)
         self._numbers += 1
         pull = _Pull(self._numbers, bytes(key), ranges, _NEVER if deadline_ns is None else deadline_ns, now)
         if not self._pulls and not self._up:

@@ -51,6 +51,9 @@ _METHOD: Final = operator.itemgetter(0)
 _PARTS: Final = {3}
 _TEXT: Final = {str}
 
+_PULLS: Final = 8
+"""Async calls whose data may be on its way at once; more wait."""
+
 Builtin = Callable[..., Any]
 
 
@@ -69,8 +72,11 @@ class Answers(Protocol):
 class Arrays(Protocol):
     """Large arrays apart from the messages, by the session they come from or go to."""
 
-    def opened(self, frames: Buffers, session: bytes) -> Buffers:
-        """Return a request's frames with the arrays in their places."""
+    def must_pull(self, frames: Buffers) -> bool:
+        """Tell whether ``opened`` would have to wait for data."""
+
+    def opened(self, frames: Buffers, session: bytes, deadline_s: float | None = None) -> Buffers:
+        """Return a request's frames with the arrays in their places; waits for those that are pulled."""
 
     def keeper(self, session: bytes) -> Keep | None:
         """Return what makes the frames of an answer's arrays; None for copies of them."""
@@ -157,6 +163,7 @@ class Executor:
         self._pools: dict[str, ThreadPoolExecutor] = {"ctl": _pool("ctl", 4)}
         self._tasks: dict[tuple[bytes, str, int], asyncio.Task[None]] = {}  # those that have begun
         self._waiting: set[asyncio.Task[None]] = set()  # all: a loop keeps only weak references
+        self._behind: dict[str, asyncio.Future[None]] = {}  # by async lane: done when the last one to wait has its data
         self._streams: dict[tuple[bytes, str, int], RunningStream] = {}
         self.unwanted: set[tuple[bytes, str, int]] = set()  # requests that are not to go on; gone with their end
         self._closed = False
@@ -414,7 +421,7 @@ class Executor:
 
     async def _run_calls(self, request: Execute) -> None:
         started = time.monotonic_ns()
-        calls = self._decode(request)
+        calls = await self._decode_async(request)
         if calls is None:
             return
         decoded = time.monotonic_ns()
@@ -430,6 +437,39 @@ class Executor:
             ok = await self._run_one_async(request, index, calls, started, decoded)
             poisoned = request.strict and not ok
             started = decoded = time.monotonic_ns()
+
+    async def _decode_async(self, request: Execute) -> list[Any] | None:
+        """As ``_decode``, off the loop where data has to come first; calls behind it in the lane begin after it."""
+        import asyncio
+
+        lane = request.lane
+        before = self._behind.get(lane)
+        pulls = self._arrays is not None and len(request.buffers) > 1 and self._arrays.must_pull(request.buffers)
+        if before is None and not pulls:
+            return self._decode(request)
+        loop = asyncio.get_running_loop()
+        mine = self._behind[lane] = loop.create_future()
+        try:
+            pool = self._pools.setdefault("zbus.pull", ThreadPoolExecutor(_PULLS, "zbus-pull"))
+            pulled = loop.run_in_executor(pool, self._decode, request) if pulls else None
+            if before is not None:
+                await self._outlast(before)
+            return self._decode(request) if pulled is None else await self._outlast(pulled)
+        finally:
+            mine.set_result(None)
+            if self._behind.get(lane) is mine:
+                del self._behind[lane]
+
+    async def _outlast(self, ended: asyncio.Future[Any]) -> Any:
+        """Wait for what goes on whatever becomes of its call; a cancel of that is answered where it may begin."""
+        import asyncio
+
+        while True:
+            try:
+                return await asyncio.shield(ended)
+            except asyncio.CancelledError:
+                if self._closed or ended.cancelled():
+                    raise
 
     async def _run_one_async(  # private, one caller
         self, request: Execute, index: int, calls: list[Any], started: int, decoded: int
@@ -479,13 +519,7 @@ class Executor:
         import asyncio
 
         loop = asyncio.get_running_loop()
-        ended = loop.run_in_executor(None, self._run_in_pool, request, call, function, args, kwargs)
-        while True:
-            try:
-                return await asyncio.shield(ended)
-            except asyncio.CancelledError:
-                if self._closed or ended.cancelled():
-                    raise
+        return await self._outlast(loop.run_in_executor(None, self._run_in_pool, request, call, function, args, kwargs))
 
     def _run_in_pool(
         self, request: Execute, call: CurrentCall, function: Callable[..., Any], args: Any, kwargs: Any
@@ -534,7 +568,8 @@ class Executor:
         try:
             frames = request.buffers
             if len(frames) > 1 and self._arrays is not None:
-                frames = self._arrays.opened(frames, request.session)
+                left_ns = None if request.deadline_ns is None else request.deadline_ns - time.monotonic_ns()
+                frames = self._arrays.opened(frames, request.session, None if left_ns is None else left_ns / 1e9)
             calls = decode_calls(frames)
             if type(calls) is not list or len(calls) != request.calls or set(map(len, calls)) != _PARTS:
                 msg = f"a request of {request.calls} calls holds {len(calls)}"  # or none: [[method, args, kwargs], …]

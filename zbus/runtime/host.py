@@ -22,6 +22,7 @@ from typing import Any, Final
 from zbus import failpoints, names
 from zbus.clock import boot_id, time_namespace
 from zbus.data.courier import Courier
+from zbus.data.porter import Porter
 from zbus.engine import Engine, Mesh, endpoints_of, lanes_of, table_to_wire
 from zbus.errors import EngineLoadError
 from zbus.ids import WorkerName
@@ -43,6 +44,7 @@ from zbus.runtime.watchdog import Handler, Watchdog
 from zbus.trace import control
 from zbus.trace.config import TraceConfig
 from zbus.trace.tracer import get_tracer
+from zbus.transport.bulk import Bulk
 from zbus.transport.endpoints import RuntimeDir, bind_endpoints
 from zbus.transport.security import ProcessKeys
 from zbus.transport.server import Server
@@ -162,14 +164,15 @@ class _Host:
         )
         failpoints.configure(os.environ.get(failpoints.VARIABLE))
         self.journal = self._open_journal()
-        self.courier = Courier.enter(config.job.shared_memory)
+        self.bulk = Bulk(self.factory)
+        self.porter = Porter(Courier.enter(config.job.shared_memory), self.bulk)
         self.executor = Executor(
             name=str(self.name),
             incarnation=config.incarnation,
             answers=self.server,
             builtins=self._builtins(),
             rings=None if self.journal is None else self.journal.ring,
-            arrays=SessionArrays(self.courier, self.server.memory_of),
+            arrays=SessionArrays(self.porter, self.server.reach_of),
         )
         self.watchdog = Watchdog()
         self.watchdog.watch(self._bus_handler)
@@ -193,6 +196,10 @@ class _Host:
             label = f"{link}-{config.rank}"
             wanted = bind_endpoints("ipc" if use_ipc else "tcp", label, runtime_dir=runtime, host=config.bind_host)
             bound[link] = [self.server.bind(link, endpoint) for endpoint in wanted]
+        for endpoint in bind_endpoints(
+            "ipc" if use_ipc else "tcp", f"data-{config.rank}", runtime_dir=runtime, host=config.bind_host
+        ):
+            self.bulk.bind(endpoint)
         self.server.start()
         name_thread("bus", self.server.bus_thread)
         self.watchdog.start()
@@ -211,6 +218,7 @@ class _Host:
                 pid_start=start_time(os.getpid()) or 0,
                 main=bound["main"],
                 ctl=bound["ctl"],
+                data=list(self.bulk.endpoints),
                 public_key=self.keys.public_text,
                 protocol=PROTOCOL_VERSION,
                 version=_version(),
@@ -240,7 +248,8 @@ class _Host:
             self.watchdog.close()
             self.executor.close()
             self.server.close()
-            self.courier.leave()
+            self.bulk.close()
+            self.porter.leave()
             self.records.close()
             self.factory.close()
             if self.journal is not None:
@@ -296,7 +305,7 @@ class _Host:
             "world_size": self.config.world_size,
             "version": _version(),
             "engine_digest": self.digest,
-            "memory": self.courier.token,
+            **self.porter.reach.facts(),
         }
 
     def _dispatch(self, request: Execute) -> None:
@@ -332,7 +341,7 @@ class _Host:
             "threads": threading.active_count(),
             "refused": self.server.statistics(),
             "slow_handlers": self.watchdog.facts(),
-            **self.courier.statistics(),
+            **self.porter.statistics(),
         }
 
     def _orphans(self) -> list[dict[str, Any]]:
@@ -360,7 +369,7 @@ class _Host:
         return [
             [
                 int(Status.OK if header.kind == Kind.RESULT else header.status),
-                [bytes(frame) for frame in Courier.in_full(buffers)],
+                [bytes(frame) for frame in Porter.in_full(buffers)],
             ]
             for header, buffers in orphan.replies
         ]
@@ -409,7 +418,7 @@ class _Host:
             torch_store_fd=config.torch_store_fd,
             master_addr=config.master_addr,
             master_port=config.master_port,
-            _empty=self.courier.empty,
+            _empty=self.porter.empty,
         )
 
     def _teardown(self) -> None:

@@ -20,7 +20,7 @@ from typing import Final
 from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.errors import TransportError
 from zbus.protocol.messages import Buffer
-from zbus.protocol.puller import Ending, Patience, Range
+from zbus.protocol.puller import Ending, Patience, Range, check_pull
 from zbus.protocol.stock import Stock
 from zbus.transport.bulk_asker import OwnerLink
 from zbus.transport.bulk_owner import Counter
@@ -106,6 +106,11 @@ class Pull:
             error.how, error.endpoint = self.how or Ending.STALLED, self.endpoint
             raise error
 
+    def _tell(self) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then(self)
+
     def _end(self, how: Ending, evidence: str) -> None:
         self.how, self.evidence = how, evidence
         self._what = (self._what[0], self._what[1], ())
@@ -146,11 +151,12 @@ class Bulk:
         self._links: dict[str, OwnerLink] = {}
         self._pulls: dict[tuple[str, int], Pull] = {}
         self._waiting: deque[Pull] = deque()
-        self._told: deque[Pull] = deque()
+        self._told: deque[Callable[[], None]] = deque()
         self._withdrawn: deque[bytes] = deque()
         self._past: dict[str, int] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._broken = False
         self._reactor.add_ticker(self._tick)
 
     # -- the owner's side ----------------------------------------------------------------------------------------
@@ -222,6 +228,7 @@ class Bulk:
         if [one.nbytes for one in ranges] != [view.nbytes for view in into] or any(view.readonly for view in into):
             msg = "each range needs writable memory of its size"
             raise ValueError(msg)
+        check_pull(key, ranges)
         deadline_ns = None if deadline_s is None else self._now() + int(deadline_s * 1e9)
         views = [view.cast("B") for view in into]
         pull = Pull(self, _choose(endpoints), (key, tuple(ranges), views), deadline_ns, then)
@@ -254,6 +261,14 @@ class Bulk:
             pull.cancel()
             raise
         pull.check()
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Call on the bulk thread, with no lock held, between the callbacks of pulls. It must be quick."""
+        self._told.append(callback)
+        with gate, self._reactor.lock:
+            self._check_open()
+            self._start()
+        self._reactor.wake()
 
     def owner_gone(self, endpoints: Sequence[str], evidence: str) -> None:
         """End all pulls from a process that is known to be no more, and its connection."""
@@ -307,7 +322,7 @@ class Bulk:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._closed or self._broken:
             msg = "bulk data of this process is closed"
             raise TransportError(msg)
 
@@ -327,6 +342,7 @@ class Bulk:
                 self._tell()
         except BaseException as error:  # nobody may wait for ever because of a fault of ours
             log.exception("bulk data of this process ends")
+            self._broken = True
             for endpoint in list(self._links):
                 self.owner_gone([endpoint], f"the bulk thread died of {error!r}")
             self._tell()
@@ -335,14 +351,11 @@ class Bulk:
     def _tell(self) -> None:
         """Call back for what ended. No lock is held, for the callback has locks of its own to take."""
         while self._told:
-            pull = self._told.popleft()
-            then, pull._then = pull._then, None  # noqa: SLF001  # as above
-            if then is None:
-                continue
+            callback = self._told.popleft()
             try:
-                then(pull)
+                callback()
             except Exception:  # a fault of one callback costs its pull, not the thread and all that it serves
-                log.exception("the end of a pull from %s could not be handled", pull.endpoint)
+                log.exception("the end of a pull could not be handled")
 
     def _drain(self) -> None:
         while self._withdrawn:
@@ -402,7 +415,7 @@ class Bulk:
     def _finish(self, pull: Pull, how: Ending, evidence: str) -> None:
         pull._end(how, evidence)  # noqa: SLF001  # as above
         if pull._then is not None:  # noqa: SLF001  # as above
-            self._told.append(pull)
+            self._told.append(pull._tell)  # noqa: SLF001  # as above
             self._reactor.wake()
         if self._waiting:
             self._reactor.note_due(0)  # its connection may be idle now

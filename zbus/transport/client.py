@@ -41,7 +41,8 @@ from zbus.protocol.messages import (
     Status,
     nbytes_of,
 )
-from zbus.transport.carrier import Carrier
+from zbus.transport.arrivals import Arrivals
+from zbus.transport.carrier import NOWHERE, Carrier, Opening, Reach
 from zbus.transport.channel import Channel
 from zbus.transport.interrupts import gate
 from zbus.transport.multipart import Socket
@@ -84,12 +85,13 @@ _RANK: Final = {
 class _Lane:
     """One lane of a peer: its machine, and who waits for which seq."""
 
-    __slots__ = ("gangs", "link", "machine", "waiters", "wanted")
+    __slots__ = ("arrivals", "gangs", "link", "machine", "waiters", "wanted")
 
     def __init__(self, machine: CallerLane, link: _Link) -> None:
         self.machine = machine
         self.link = link
         self.waiters = Waiters()
+        self.arrivals: Arrivals | None = None  # answers whose arrays are on their way
         self.wanted = False  # somebody found it crowded, or was about to look
         self.gangs: dict[int, Callable[[], None]] = {}  # told that the callee holds the request and waits for GO
 
@@ -169,7 +171,7 @@ class _Link:
                 "link": self.name,
                 "from": client.name,
                 "protocol": PROTOCOL_VERSION,
-                "memory": client.carrier.token if client.carrier is not None else "",
+                **(client.carrier.reach if client.carrier is not None else NOWHERE).facts(),
                 "t": now,
             }
         )
@@ -194,15 +196,11 @@ class _Link:
             plain = (
                 len(buffers) <= 1 or header.calls > 1
             )  # several frames of several calls are their bodies, not arrays
-            opened = buffers if plain else client.opened(buffers, self.peer)
-            if opened is None:
+            if (lane.arrivals or not plain) and client.arrives_later(lane, header, buffers):
                 return
-            machine = lane.machine
-            effects = machine.receive(header, opened, client._now())  # noqa: SLF001  # one mechanism in two classes
-            if effects:
-                client.answering = header.attempt
-                client.execute(lane, effects)
-            client.reactor.note_due(machine.due_ns)
+            opened = buffers if plain else client.opened(buffers, self.peer)
+            if opened is not None:
+                client.take(lane, header, opened)
         elif kind == Kind.WELCOME:
             self._on_welcome(buffers)
         elif kind == Kind.PONG:
@@ -233,6 +231,7 @@ class _Link:
             return
         again = not self.machine.welcomed(now)
         self.peer.welcome.update(welcome)
+        self.peer.reach = Reach.told(welcome)
         asked, met = welcome.get("t_hello"), welcome.get("t")
         if type(asked) is int and type(met) is int and 0 < asked <= now:
             self.client.on_exchange(self.peer, (asked, met, met, now))
@@ -285,6 +284,7 @@ class Peer:
         incarnation: Which start of it.
         state: See ``PeerState``.
         welcome: What the worker said of itself in its WELCOME (pid, host, …); empty before.
+        reach: Where its arrays can be read, by the same word.
         had_calls: Whether a call was out when the incarnation ended; its outcome tells of the end.
         lost: Why it is taken for dead although it may come back, and the evidence; None: it is not.
     """
@@ -293,6 +293,7 @@ class Peer:
         self.name = name
         self.incarnation = incarnation
         self.welcome: dict[str, Any] = {}
+        self.reach = NOWHERE
         self.state = PeerState.CONNECTING
         self.had_calls = False
         self.lost: tuple[str, str] | None = None
@@ -642,10 +643,10 @@ class Client:
         """
         if self.carrier is None:
             return None
-        return self.carrier.keeper([peer.welcome.get("memory", "") for peer in members], snapshot=snapshot)
+        return self.carrier.keeper([peer.reach for peer in members], snapshot=snapshot)
 
     def _addressed(self, payload: Buffers, peer: Peer) -> Buffers:
-        return payload if self.carrier is None else self.carrier.addressed(payload, peer.welcome.get("memory", ""))
+        return payload if self.carrier is None else self.carrier.addressed(payload, peer.reach)
 
     def opened(self, buffers: Buffers, peer: Peer) -> Buffers | None:
         """Return received frames with the arrays in their places, or None: the message counts as lost.
@@ -655,16 +656,69 @@ class Client:
         if self.carrier is None:
             return buffers
         try:
-            return self.carrier.opened(buffers, peer.welcome.get("memory", ""))
+            return self.carrier.opened(buffers, peer.reach)
         except CodecError as error:
-            self.count("lost_arrays")
-            log.warning("an answer of %s cannot be read: %s", peer.name, error)
+            self._lost_arrays(peer, error)
             return None
+
+    def _lost_arrays(self, peer: Peer, error: CodecError) -> None:
+        self.count("lost_arrays")
+        log.warning("an answer of %s cannot be read: %s", peer.name, error)
+
+    def take(self, lane: _Lane, header: Header, buffers: Buffers) -> None:
+        """Take a worker's word about a call, with its arrays in their places. Under the lock."""
+        machine = lane.machine
+        effects = machine.receive(header, buffers, self._now())
+        if effects:
+            self.answering = header.attempt
+            self.execute(lane, effects)
+        self.reactor.note_due(machine.due_ns)
+
+    def arrives_later(self, lane: _Lane, header: Header, buffers: Buffers) -> bool:
+        """Keep an answer whose arrays have to be pulled, or that comes behind one; False: it is to be taken now."""
+        arrivals = lane.arrivals
+        if arrivals is None:
+            carrier = self.carrier
+            if carrier is None or not carrier.must_pull(buffers):
+                return False
+            arrivals = lane.arrivals = Arrivals(
+                carrier.must_pull,
+                lambda seq, frames: self._pull(lane, seq, frames),
+                lambda head, frames: self._take_opened(lane, head, frames),
+            )
+        return arrivals.keeps(header, buffers)
+
+    def _take_opened(self, lane: _Lane, header: Header, buffers: Buffers) -> None:
+        opened = self.opened(buffers, lane.link.peer)  # those of this host, in a message that had to wait
+        if opened is not None:
+            self.take(lane, header, opened)
+
+    def _pull(self, lane: _Lane, seq: int, buffers: Buffers) -> Opening | None:
+        peer, carrier = lane.link.peer, self.carrier
+        assert carrier is not None  # noqa: S101  # it is who said that data must be pulled
+        try:
+            return carrier.open_later(buffers, peer.reach, lambda opening: self._arrived(lane, seq, opening))
+        except CodecError as error:
+            self._lost_arrays(peer, error)
+            return None
+
+    def _arrived(self, lane: _Lane, seq: int, opening: Opening) -> None:
+        """Take what was pulled. On the thread of bulk data."""
+        with gate, self.reactor.lock:
+            if self._closed or lane.arrivals is None:
+                return
+            buffers: Buffers | None = None
+            try:
+                buffers = opening.result()
+            except CodecError as error:
+                self._lost_arrays(lane.link.peer, error)
+            lane.arrivals.arrived(seq, opening, buffers)
+        self.reactor.wake()  # whoever leads looks at once whether it has what it waits for
 
     def forget_memory(self, peer: Peer) -> None:
         """Drop what is kept of the memory of a peer that is gone. May look at files: not under the lock."""
         if self.carrier is not None:
-            self.carrier.forget(peer.welcome.get("memory", ""))
+            self.carrier.forget(peer.reach)
 
     def cancel(self, placed: Placed) -> None:
         """Ask that a batch should not run. Every call of it still gets exactly one outcome."""
@@ -749,7 +803,8 @@ class Client:
         """Do what a lane's machine asks; ``placing``: of a request that is being placed. Under the lock."""
         for effect in effects:
             if type(effect) is Finish:
-                lane.waiters.finish(effect)
+                finish = effect if not lane.arrivals else _without(lane, effect)
+                lane.waiters.finish(finish)
                 if lane.wanted:
                     self._make_room(lane)
             elif type(effect) is SendTo:
@@ -849,6 +904,20 @@ class Client:
         """Make the error of a placement that some member is not ready for; a closed bus raises its own."""
         self._check_open()
         return _unavailable(members)
+
+
+def _without(lane: _Lane, effect: Finish) -> Finish:
+    """Return the end of a call whose answer may have come without its arrays, which are then wanted no more."""
+    opening = None if lane.arrivals is None else lane.arrivals.over(effect.seq)
+    if opening is None:
+        return effect
+    opening.cancel()
+    where = ", ".join(lane.link.peer.reach.data)
+    words = f"executed; its answer had come, but not the {opening.total:,} bytes of its arrays from {where}"
+    outcome = effect.outcome
+    if outcome.reason != "deadline" and outcome.evidence:  # what else is known by then is of the time before the answer
+        words = f"{outcome.evidence}; {words}"
+    return effect._replace(outcome=outcome._replace(evidence=words))
 
 
 def _unavailable(members: Sequence[Peer]) -> Unavailable:

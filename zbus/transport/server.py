@@ -38,6 +38,7 @@ from zbus.protocol.messages import (
     Status,
     StreamCredit,
 )
+from zbus.transport.carrier import NOWHERE, Reach
 from zbus.transport.channel import Channel
 from zbus.transport.interrupts import gate
 from zbus.transport.reactor import Reactor
@@ -145,7 +146,7 @@ class Server:
         self._main = Reactor(clock=clock, lock=self.lock, name="zbus-main")
         self._channels: dict[str, Channel] = {}
         self._link_of_lane: dict[str, str] = {}
-        self._memories: dict[bytes, str] = {}
+        self._reaches: dict[bytes, Reach] = {}
         self._ready: deque[Execute] = deque()
         self._held: _Held | None = None
         self._busy_since: int | None = None
@@ -303,9 +304,9 @@ class Server:
             self._flush(self._now())
             self._check_all()
 
-    def memory_of(self, session: bytes) -> str:
-        """Return what a session's process said of its shared memory; empty if nothing. Any thread."""
-        return self._memories.get(session, "")
+    def reach_of(self, session: bytes) -> Reach:
+        """Return what a session's process said of where its arrays are. Any thread."""
+        return self._reaches.get(session, NOWHERE)
 
     def knows(self, session: bytes) -> bool:
         """Return whether a session's calls may still run or come; once False, that session is over. Any thread."""
@@ -528,7 +529,7 @@ class Server:
         if status is not Status.NONE:
             channel.send(header._replace(kind=Kind.NACK, status=status, floor=self.callee.max_epoch), (), peer)
             return
-        self._remember_memory(header.session, hello.get("memory"))
+        self._remember_reach(header.session, Reach.told(hello))
         self._do(effects)
         if header.epoch:
             self._heard(now)
@@ -544,11 +545,11 @@ class Server:
         channel.send(header._replace(kind=Kind.WELCOME, incarnation=self.incarnation), (msgpack.packb(welcome),), peer)
         self._check_other(link)
 
-    def _remember_memory(self, session: bytes, memory: Any) -> None:
-        if isinstance(memory, str) and memory:
-            self._memories[session] = memory
-            if len(self._memories) > _MEMORIES:
-                self._memories = {key: text for key, text in self._memories.items() if self.callee.knows(key)}
+    def _remember_reach(self, session: bytes, reach: Reach) -> None:
+        if reach != NOWHERE:
+            self._reaches[session] = reach
+            if len(self._reaches) > _MEMORIES:
+                self._reaches = {key: one for key, one in self._reaches.items() if self.callee.knows(key)}
 
     def _on_bad(self, link: str, error: FrameError, peer: bytes) -> None:
         """Tell a peer of another version so; it cannot know otherwise."""

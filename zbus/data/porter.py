@@ -1,0 +1,351 @@
+"""All arrays of one process: through shared memory to those who share it, pulled by those who do not.
+
+An array of ``PULL_FROM`` bytes and more that a reader cannot map leaves as an ``Offer``: 32 bytes in the message, and
+the array itself over the ``data`` sockets, when the reader opens the message. So a gigabyte stands in no queue in front
+of other calls, is received into memory that is used again, and is never sent to somebody who has it already.
+
+The rule for its memory is that of shared memory: the frame is an object, whoever may send the message again keeps it,
+and the array is there for as long as the object is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from zbus.codec import Keep
+from zbus.codec.limits import DEFAULT_LIMITS
+from zbus.data.courier import Courier
+from zbus.data.lease import SHARED_FROM, Lease
+from zbus.data.offer import Offer, is_offer, read_offer
+from zbus.errors import CodecError, TransportError
+from zbus.protocol.messages import Buffer, Buffers
+from zbus.transport.bulk import Bulk, Pull, PullFailed, Range
+from zbus.transport.carrier import Reach
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from zbus.data.warm import WarmMemory
+
+__all__ = ["PULL_FROM", "Porter"]
+
+PULL_FROM: Final = 1 << 20
+"""Bytes from which an array is pulled where it cannot be mapped; measured in ``docs/decisions/bulk-data.md``."""
+
+
+def _most_copied() -> int:
+    """Return how many bytes of copies may be on offer at once: a quarter of the memory, as of shared memory."""
+    try:
+        line = Path("/proc/meminfo").read_text(encoding="ascii").partition("\n")[0]
+        return int(line.split()[1]) << 8  # KiB, a quarter
+    except (OSError, ValueError, IndexError):
+        return 1 << 30
+
+
+class Porter:
+    """Carries arrays out of messages and back in. Any thread may call. numpy comes with the first large array.
+
+    Args:
+        courier: What lends and opens shared memory.
+        bulk: What offers and pulls; None: arrays that cannot be mapped travel in the messages.
+        pull_from: Bytes from which an array is pulled.
+        most_copied: Most bytes of copies on offer at once; None: a quarter of this host's memory. What is more travels
+            in the messages, and waits under the bounds of those.
+    """
+
+    def __init__(
+        self, courier: Courier, bulk: Bulk | None, *, pull_from: int = PULL_FROM, most_copied: int | None = None
+    ) -> None:
+        self.courier = courier
+        self.bulk = bulk
+        self._pull_from = pull_from
+        self._most_copied = _most_copied() if most_copied is None else most_copied
+        self._copied = 0
+        self._ended: deque[int] = deque()
+        self._lock = threading.Lock()
+        self._answers: dict[Reach, Keep | None] = {}
+        self._warm: WarmMemory | None = None
+
+    @property
+    def reach(self) -> Reach:
+        """What peers are told of this process in the handshake."""
+        return Reach(self.courier.token, () if self.bulk is None else tuple(self.bulk.endpoints))
+
+    # -- leaving -------------------------------------------------------------------------------------------------
+
+    def keeper(self, peers: Sequence[Reach], *, snapshot: bool) -> Keep | None:
+        """Return what an encoder does with large arrays; None: what it does anyway.
+
+        Args:
+            peers: Of the processes the message may go to. Each is given the right to read by ``addressed``.
+            snapshot: Copy arrays, so that they may be changed at once.
+        """
+        near = [self.courier.is_near(peer.memory) for peer in peers]
+        far = self._offers_to(peers)
+        if not any(near) and not far:
+            return None
+        lends = any(near)
+
+        def keep(data: memoryview | bytes) -> Buffer:
+            nbytes = len(data)
+            if lends and nbytes >= SHARED_FROM:
+                lease = self.courier.lend(data)
+                if lease is not None:
+                    return lease
+            if far and nbytes >= self._pull_from:
+                offer = self._copy(data) if snapshot else self._offer(memoryview(data))
+                if offer is not None:
+                    return offer
+            return bytes(data) if snapshot else memoryview(data)
+
+        return keep
+
+    def keeper_for(self, peer: Reach) -> Keep | None:
+        """Return what an encoder does with large arrays of an answer to one peer; None: it copies them."""
+        if peer not in self._answers:
+            self._answers[peer] = self._keeper_for(peer)
+        return self._answers[peer]
+
+    def _keeper_for(self, peer: Reach) -> Keep | None:
+        keep = self.keeper([peer], snapshot=True)
+        if keep is None:
+            return None
+
+        def addressed(data: memoryview | bytes) -> Buffer:
+            frame = keep(data)
+            return self._addressed(frame, peer) if type(frame) is Lease else frame
+
+        return addressed
+
+    def addressed(self, frames: Buffers, peer: Reach) -> Buffers:
+        """Return frames that one more peer can open."""
+        if not any(type(frame) is Lease or type(frame) is Offer for frame in frames):
+            return frames
+        return [self._addressed(frame, peer) for frame in frames]
+
+    def _addressed(self, frame: Buffer, peer: Reach) -> Buffer:
+        if type(frame) is Lease:
+            (made,) = self.courier.addressed([frame], peer.memory)
+            if type(made) is Lease or frame.nbytes < self._pull_from or not self._offers_to([peer]):
+                return made
+            return self._offer(memoryview(made)) or made
+        if type(frame) is Offer and not peer.data:
+            return frame.buffer
+        return frame
+
+    @staticmethod
+    def in_full(frames: Buffers) -> Buffers:
+        """Return frames that anybody can read; the memory behind them stays for as long as they do."""
+        return [frame.buffer if type(frame) is Offer else frame for frame in Courier.in_full(frames)]
+
+    def empty(self, shape: Sequence[int] | int, dtype: Any) -> np.ndarray[Any, Any]:
+        """Return an array to fill, in shared memory where there is room; see ``Controller.empty``."""
+        return self.courier.empty(shape, dtype)
+
+    # -- coming --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def must_pull(frames: Buffers) -> bool:
+        """Tell whether ``opened`` would have to wait for data."""
+        return any(map(is_offer, frames[1:]))
+
+    def opened(self, frames: Buffers, peer: Reach, deadline_s: float | None = None) -> Buffers:
+        """Return received frames with the arrays in place of what names them; waits for those that are pulled.
+
+        Args:
+            frames: As received.
+            peer: What their sender said of itself.
+            deadline_s: Seconds from now in which all must be there; None: as long as they come.
+
+        Raises:
+            CodecError: What they name is not there, or did not come.
+        """
+        made = self.courier.opened(frames, peer.memory)
+        if len(frames) == 1 or not self.must_pull(frames):
+            return made
+        done = threading.Event()
+        opening = self._begin(made, peer, deadline_s, lambda _opening: done.set())
+        try:
+            done.wait()
+        except BaseException:
+            opening.cancel()
+            raise
+        return opening.result()
+
+    def open_later(
+        self, frames: Buffers, peer: Reach, then: Callable[[Opening], None], deadline_s: float | None = None
+    ) -> Opening:
+        """Do as ``opened`` without waiting: ``then`` is called on another thread once all is there, or failed.
+
+        Raises:
+            CodecError: What they name is not there.
+        """
+        return self._begin(self.courier.opened(frames, peer.memory), peer, deadline_s, then)
+
+    def _begin(
+        self, frames: Buffers, peer: Reach, deadline_s: float | None, then: Callable[[Opening], None]
+    ) -> Opening:
+        wanted = {number: read_offer(frame) for number, frame in enumerate(frames) if number and is_offer(frame)}
+        total = sum(nbytes for _, nbytes in wanted.values())
+        if self.bulk is None or not peer.data or total > DEFAULT_LIMITS.buffer_bytes:
+            msg = f"{total:,} bytes of arrays are to be pulled from a process that named no address for it"
+            if peer.data:
+                msg = f"{total:,} bytes of arrays are offered, at most {DEFAULT_LIMITS.buffer_bytes:,} are taken"
+            raise CodecError(msg)
+        opening = Opening(frames, total, len(wanted), then)
+        try:
+            for number, (key, nbytes) in wanted.items():
+                opening.add(self.bulk, number, self._memory(nbytes), (peer.data, key, nbytes, deadline_s))
+            self.bulk.call_soon(opening.begun)
+        except (TransportError, MemoryError, ValueError, OSError) as error:
+            opening.cancel()
+            msg = f"{total:,} bytes of arrays cannot be pulled: {error}"
+            raise CodecError(msg) from error
+        return opening
+
+    def _memory(self, nbytes: int) -> np.ndarray[Any, Any]:
+        from zbus.data.pulled import Pulled
+
+        return self._warm_memory().empty((nbytes,), "u1").view(Pulled)
+
+    # -- the rest ------------------------------------------------------------------------------------------------
+
+    def forget(self, peer: Reach) -> None:
+        """A peer is gone: drop what we keep of its memory, and wait for nothing of it. May look at files."""
+        self._answers.pop(peer, None)
+        self.courier.forget(peer.memory)
+        if self.bulk is not None and peer.data:
+            self.bulk.owner_gone(peer.data, "its process ended")
+
+    def statistics(self) -> dict[str, int]:
+        """Return bytes held, lent, offered and pulled here."""
+        counts = dict(self.courier.statistics())
+        if self.bulk is not None:
+            counts.update(self.bulk.statistics())
+        return counts
+
+    def leave(self) -> None:
+        """Remove our directory of shared memory. What peers have open stays readable for them. Idempotent."""
+        self.courier.leave()
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _offers_to(self, peers: Sequence[Reach]) -> bool:
+        return self.bulk is not None and bool(self.bulk.endpoints) and any(peer.data for peer in peers)
+
+    def _offer(self, view: memoryview) -> Offer | None:
+        """Offer memory as it stands; None if this process is closing."""
+        bulk = self.bulk
+        assert bulk is not None  # noqa: S101  # asked before
+        offer = Offer(view, lambda made: bulk.withdraw(made.key))
+        bulk.offer(offer.key, view)
+        return offer
+
+    def _copy(self, data: memoryview | bytes) -> Offer | None:
+        """Offer a copy; None if too much is on offer already."""
+        import numpy as np
+
+        nbytes = len(data)
+        with self._lock:
+            while self._ended:
+                self._copied -= self._ended.popleft()
+            if self._copied + nbytes > self._most_copied:
+                return None
+            self._copied += nbytes
+        copy = self._warm_memory().empty((nbytes,), "u1")
+        np.copyto(copy, np.frombuffer(data, np.uint8))  # without the interpreter's lock
+        bulk = self.bulk
+        assert bulk is not None  # noqa: S101  # asked before
+
+        def ended(made: Offer) -> None:
+            self._ended.append(nbytes)
+            bulk.withdraw(made.key)
+
+        offer = Offer(copy.data.toreadonly(), ended)
+        bulk.offer(offer.key, offer.buffer)
+        return offer
+
+    def _warm_memory(self) -> WarmMemory:
+        made = self._warm
+        if made is None:
+            from zbus.data.warm import WarmMemory
+
+            with self._lock:
+                made = self._warm = self._warm or WarmMemory()
+        return made
+
+
+class Opening:
+    """The arrays of one message on their way. Any thread may call.
+
+    Attributes:
+        total: Bytes to come.
+    """
+
+    def __init__(self, frames: Buffers, total: int, count: int, then: Callable[[Opening], None]) -> None:
+        self.total = total
+        self._frames: list[Buffer] = list(frames)
+        self._then: Callable[[Opening], None] | None = then
+        self._pulls: list[Pull] = []
+        self._left = count + 1  # the last one is that all have begun
+        self._failed: PullFailed | None = None
+
+    def add(
+        self,
+        bulk: Bulk,
+        number: int,
+        memory: np.ndarray[Any, Any],
+        what: tuple[Sequence[str], bytes, int, float | None],
+    ) -> None:
+        """Pull one array into memory, and put it in its place."""
+        endpoints, key, nbytes, deadline_s = what
+        view = memory.data
+        self._frames[number] = view
+        self._pulls.append(
+            bulk.pull(
+                endpoints, key, [Range(0, 0, nbytes, nbytes)], [view.cast("B")], deadline_s=deadline_s, then=self._ended
+            )
+        )
+
+    def begun(self) -> None:
+        """All have been added. As all that ends a pull here, on the bulk thread."""
+        self._settle(None)
+
+    def result(self) -> Buffers:
+        """Return the frames with their arrays, once told that it is over.
+
+        Raises:
+            CodecError: One of them did not come.
+        """
+        if self._failed is not None:
+            raise CodecError(str(self._failed)) from self._failed
+        return self._frames
+
+    def cancel(self) -> None:
+        """Want nothing of it any more; nobody is told."""
+        self._then = None
+        for pull in self._pulls:
+            pull.cancel()
+        self._frames = []
+
+    def _ended(self, pull: Pull) -> None:
+        try:
+            pull.check()
+        except PullFailed as error:
+            self._settle(error)
+        else:
+            self._settle(None)
+
+    def _settle(self, error: PullFailed | None) -> None:
+        self._left -= 1
+        if error is not None and self._failed is None:
+            self._failed = error
+        if self._left:
+            return
+        then, self._then = self._then, None
+        if then is not None:
+            then(self)
