@@ -78,6 +78,17 @@ class Arrays(zbus.Engine):
             yield np.full(nbytes, number, np.uint8)
 
     @zbus.endpoint(AnyOne(), effect="pure")
+    def growing(self, count: int, nbytes: int) -> Iterator[Any]:
+        for number in range(count):
+            yield np.full(nbytes * (1 + number % 6), number, np.uint8)
+
+    @zbus.endpoint(AnyOne(), lane="beside", concurrency=16)
+    async def order(self, number: int, array: Any) -> int:
+        """Return how many began before."""
+        self.begun = getattr(self, "begun", -1) + 1
+        return self.begun
+
+    @zbus.endpoint(AnyOne(), effect="pure")
     def digest_or_die(self, array: Any, marker: str) -> tuple[int, int, str]:
         """Die while reading, the first time anybody is asked."""
         found = digest(array)

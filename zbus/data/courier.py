@@ -7,6 +7,7 @@ a peer is, if the directory it named in the handshake stands in our own shared m
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from zbus.codec import Keep
 from zbus.data.lease import SHARED_FROM, Lease
-from zbus.data.presence import Presence, is_token, lives, shared_root, sweep
+from zbus.data.presence import VARIABLE, Presence, is_token, lives, shared_root, sweep
 from zbus.errors import TransportError
 from zbus.protocol.messages import Buffer, Buffers
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from zbus.data.loans import Loans
 
 __all__ = ["Courier"]
+
+log = logging.getLogger("zbus.data")
 
 
 class Courier:
@@ -59,7 +62,13 @@ class Courier:
             facts = os.statvfs(place.parent)
             most = facts.f_blocks * facts.f_frsize // 2 if limit is None else limit
             presence = Presence.enter(place) if most else None
-        except (OSError, TransportError):
+        except (OSError, TransportError) as error:
+            if limit != 0:  # who wants none need not hear of it
+                log.warning(
+                    "no shared memory in %s (%s): arrays between processes of this host go through sockets, which is "
+                    "slower. Another place: %s; data.shared_memory=0 says that none is wanted",
+                    place, error, VARIABLE,
+                )  # fmt: skip
             return cls(None, 0)
         return cls(presence, most)
 

@@ -290,7 +290,7 @@ class Bulk:
         """Return bytes offered, given and pulled, and what was refused or ignored, by reason."""
         with gate, self._reactor.lock:
             self._drain()
-            counts = dict(self._past)
+            counts = {"bulk_given_bytes": 0, "bulk_pulled_bytes": 0, **self._past}
             sources = [link.counts() for link in self._links.values()]
             if self._counter is not None:
                 sources.append(self._counter.counts())

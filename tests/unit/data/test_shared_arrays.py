@@ -258,12 +258,15 @@ def test_a_new_slot_leaves_a_tenth_of_the_memory_and_of_the_file_system():
     assert not leaves_room(gib, 20 * gib, 24 * gib, 2 * gib, 12 * gib)
 
 
-def test_without_shared_memory_everything_travels_in_messages(tmp_path):
-    """A limit of 0, or a place that cannot be used, switches it off without an error."""
+def test_without_shared_memory_everything_travels_in_messages(tmp_path, caplog):
+    """A limit of 0, or a place that cannot be used, switches it off: with one warning, where some was wanted."""
     for courier in (Courier.enter(0, tmp_path / "a"), Courier.enter(1 << 20, tmp_path / "missing" / "b")):
         assert (courier.token, courier.keeper(["0123456789abcdef"], snapshot=True)) == ("", None)
         assert courier.opened([b"x", b"y" * 32], "0123456789abcdef") == [b"x", b"y" * 32]
         courier.leave()
+    (record,) = caplog.records
+    assert "missing/b" in record.getMessage()
+    assert "data.shared_memory=0" in record.getMessage()
 
 
 def test_a_directory_that_others_may_read_is_not_used(tmp_path):
