@@ -6,11 +6,12 @@
 ``send_*`` and ``recv_*`` move one array to or from one worker, acknowledged; the receiver reads one byte of each page,
 so that memory mapped lazily pays for its pages. ``in_place_256mb`` sends an array that was made where it is sent from.
 ``broadcast_16mb`` sends one array to four workers. ``rl_batch`` splits 256 x 4,096 tokens in four arrays over four
-workers and gathers arrays of the same shape. Unit: GB/s, or ms. ``ratio`` is the median of the ratios to ``shm`` (a
+workers and gathers arrays of the same shape. ``tcp_256mb`` sends an array to a worker that shares no memory, and
+``tcp_256mb_recv`` has one sent back: their ``ratio`` is to ``frames-tcp`` (raw pyzmq frames over tcp). Unit: GB/s, or ms. ``ratio`` is the median of the ratios to ``shm`` (a
 segment made once, a copy in, a note over a pyzmq pair, a mapped view) of the same round, ``limit`` that to ``memcpy``.
 
 Systems: ``zbus`` (over ipc, on this host: shared memory), ``zbus-frames`` (shared memory switched off), ``frames`` (raw
-pyzmq, DEALER/ROUTER over ipc, ``copy=False``), ``shm``, ``memcpy``.
+pyzmq, DEALER/ROUTER over ipc, ``copy=False``), ``shm``, ``memcpy``; ``zbus-tcp`` and ``frames-tcp`` over loopback.
 """
 
 from __future__ import annotations
@@ -257,6 +258,15 @@ class Results(Figures):
             self.add(workload, system, unit, value, values.get("shm"), values.get("memcpy"))
 
 
+def measure_far(results: Results, far: dict[str, Any], array: Any, copy_s: float) -> None:
+    """Take one round over tcp, both ways; the reference is ``frames-tcp``."""
+    size = array.nbytes
+    for workload, way, what in (("tcp_256mb", "send", array), ("tcp_256mb_recv", "recv", size)):
+        figures = {label: size / seconds(partial(getattr(one, way), what), 3) / 1e9 for label, one in far.items()}
+        for label, figure in figures.items():
+            results.add(workload, label, "GB/s", figure, figures["frames-tcp"], size / copy_s / 1e9)
+
+
 def run(rounds: int, wanted: Callable[[str], bool]) -> Results:
     """Run all rounds and return the figures."""
     results = Results()
@@ -290,16 +300,8 @@ def run(rounds: int, wanted: Callable[[str], bool]) -> Results:
                             for label, one in systems.items()
                         }
                         results.take(f"{workload}_{name}", "GB/s", {"memcpy": copies[name], **times}, size)
-            for workload, call in (("tcp_256mb", source["256mb"]), ("tcp_256mb_recv", SIZES["256mb"])):
-                if wanted(workload):
-                    times = {
-                        label: seconds(partial(one.recv if workload.endswith("recv") else one.send, call), 3)
-                        for label, one in far.items()
-                    }
-                    figures = {name: SIZES["256mb"] / took / 1e9 for name, took in times.items()}
-                    limit = SIZES["256mb"] / copies["256mb"] / 1e9
-                    for label, figure in figures.items():
-                        results.add(workload, label, "GB/s", figure, figures["frames-tcp"], limit)
+            if far:
+                measure_far(results, far, source["256mb"], copies["256mb"])
             if wanted("in_place_256mb"):
                 times = sorted(systems["zbus"].in_place(SIZES["256mb"]) for _ in range(7))
                 results.take("in_place_256mb", "ms", {"memcpy": copies["256mb"], "zbus": times[3]})

@@ -1,6 +1,9 @@
 """Ranges pulled over a connection that loses, doubles, reorders, breaks: every byte once, in its place, or an end."""
 
+import json
+import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +11,7 @@ from zbus.protocol.parts import MAX_RANGE, Kind, PartError, PartHeader, Status, 
 from zbus.protocol.puller import Ask, Ended, Ending, Patience, Puller, Range
 from zbus.protocol.stock import Stock
 
+GOLDEN = Path(__file__).parents[2] / "golden" / "wire" / "v1" / "parts.json"
 KEY = bytes(range(16))
 S = 1_000_000_000
 
@@ -288,3 +292,19 @@ def test_headers_survive_the_wire_and_junk_does_not():
     ):  # fmt: skip
         with pytest.raises(PartError, match=reason):
             unpack(junk)
+
+
+HEADERS = {
+    "ask": PartHeader(Kind.ASK, 1, 7, 1 << 20, 1 << 20, 3 << 20, KEY),
+    "part": PartHeader(Kind.PART, 1, 7, 1 << 20, 1 << 20, 3 << 20, KEY),
+    "refused": PartHeader(Kind.REFUSED, 0, 8, 0, 5, 6, KEY, Status.OTHER_SIZE),
+}
+
+
+def test_bytes_of_every_kind_are_those_of_the_golden_file():
+    """The layout of a version never changes; what was written by this version once is read by it now."""
+    now = {name: pack(header).hex() for name, header in HEADERS.items()}
+    if os.environ.get("ZBUS_TEST_GOLDEN") == "write":
+        GOLDEN.write_text(json.dumps(now, indent=1) + "\n")
+    assert now == json.loads(GOLDEN.read_text())
+    assert {name: unpack(bytes.fromhex(frame)) for name, frame in now.items()} == HEADERS
