@@ -7,8 +7,9 @@
 so that memory mapped lazily pays for its pages. ``in_place_256mb`` sends an array that was made where it is sent from.
 ``broadcast_16mb`` sends one array to four workers. ``rl_batch`` splits 256 x 4,096 tokens in four arrays over four
 workers and gathers arrays of the same shape. ``tcp_256mb`` sends an array to a worker that shares no memory, and
-``tcp_256mb_recv`` has one sent back: their ``ratio`` is to ``frames-tcp`` (raw pyzmq frames over tcp). Unit: GB/s, or ms. ``ratio`` is the median of the ratios to ``shm`` (a
-segment made once, a copy in, a note over a pyzmq pair, a mapped view) of the same round, ``limit`` that to ``memcpy``.
+``tcp_256mb_recv`` has one sent back: their ``ratio`` is to ``frames-tcp`` (raw pyzmq frames over tcp). Unit: GB/s, or
+ms. ``ratio`` is else the median of the ratios to ``shm`` (a segment made once, a copy in, a note over a pyzmq pair, a
+mapped view) of the same round, ``limit`` that to ``memcpy``.
 
 Systems: ``zbus`` (over ipc, on this host: shared memory), ``zbus-frames`` (shared memory switched off), ``frames`` (raw
 pyzmq, DEALER/ROUTER over ipc, ``copy=False``), ``shm``, ``memcpy``; ``zbus-tcp`` and ``frames-tcp`` over loopback.
