@@ -3,13 +3,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 
 from zbus.testing.simulation import replay, run_seed, run_seeds
 from zbus.testing.simulation.exhaustive import explore
+from zbus.testing.simulation.lending import lending
 from zbus.testing.simulation.mutants import applied
 from zbus.testing.simulation.shrink import shrink
 
@@ -128,6 +129,16 @@ def test_claims_hold_on_a_lagging_file_server():
     assert min(report.covered["registry", what] for what in quirks) > 20
     ways = ("clocks at other rates", "renewals seen late", "renewals that fail", "processes stopped", "expired")
     assert min(report.covered["lease", what] for what in ways) > 20
+
+
+def test_shared_memory_shows_what_was_sent_and_comes_back():
+    """I14: whoever dies and whatever comes late or twice, a view never changes, and in the end every slot is free."""
+    covered: dict[object, int] = defaultdict(int)
+    for seed in range(300):
+        lending(seed, covered)
+    ways = ("opened", "late messages refused", "no room", "readers that died", "dead readers forgotten")
+    more = ("owners that died", "slots given back", "files that are gone", "steps between two accesses")
+    assert min(covered["lending", what] for what in (*ways, *more)) > 20
 
 
 def test_small_scopes_hold_with_any_single_fault():

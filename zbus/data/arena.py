@@ -92,6 +92,9 @@ class _Cells:
         with self._fence:  # an atomic operation of the processor: what is read next is read after the store above
             pass
 
+    def wipe(self, row: int, column: int) -> None:
+        self._cells[row * COLUMNS + column] = 0
+
     def let_open(self, row: int, generation: int) -> None:
         self._cells[row * COLUMNS + _OWNER] = generation
 

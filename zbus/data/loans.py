@@ -14,8 +14,8 @@ from typing import Any, Final
 import numpy as np
 
 from zbus.data.arena import COLUMNS, LEDGER, READER, ROWS
+from zbus.data.borrowed import Borrowed
 from zbus.data.lease import DESCRIPTOR, MAGIC
-from zbus.data.pool import let_go, opened
 from zbus.data.views import keeping
 from zbus.errors import CodecError
 from zbus.protocol.messages import Buffer
@@ -74,13 +74,22 @@ class _Owner:
     def __init__(self, path: Path, reader: str) -> None:
         self.path = path
         self.sources: dict[int, _Source] = {}
-        self.column = int((path / f"{READER}{reader}").read_text(encoding="ascii"))
-        self.fence = threading.Lock()
+        self.borrowed = Borrowed(self)
+        self._column = int((path / f"{READER}{reader}").read_text(encoding="ascii"))
+        self._fence = threading.Lock()
         descriptor = os.open(path / LEDGER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            self.cells = memoryview(mmap.mmap(descriptor, ROWS * COLUMNS * 8)).cast("Q")
+            self._cells = memoryview(mmap.mmap(descriptor, ROWS * COLUMNS * 8)).cast("Q")
         finally:
             os.close(descriptor)
+
+    def mark(self, row: int, value: int) -> None:
+        self._cells[row * COLUMNS + self._column] = value
+        with self._fence:  # as in the arena: the owner's word is read after the store
+            pass
+
+    def word(self, row: int) -> int:
+        return self._cells[row * COLUMNS]
 
     def source(self, row: int, birth: int) -> _Source:
         found = self.sources.get(row)
@@ -107,8 +116,7 @@ class Loans:
         self._root = root
         self._token = token
         self._owners: dict[str, _Owner] = {}
-        self._open: dict[tuple[str, int], list[int]] = {}  # (owner, row): generation, how many objects of it live
-        self._gone: deque[tuple[str, int]] = deque()
+        self._gone: deque[tuple[_Owner, int]] = deque()
         self._lock = threading.Lock()
 
     def open(self, frame: bytes, owner: str) -> Lent:
@@ -130,7 +138,7 @@ class Loans:
                 place = self._owners.get(owner) or self._owners.setdefault(
                     owner, _Owner(self._root / owner, self._token)
                 )
-                source = self._enter(place, owner, row, birth, generation)
+                source = self._enter(place, row, birth, generation)
             except (OSError, ValueError) as error:
                 msg = f"an array in shared memory of process {owner} cannot be opened: {error}"
                 raise CodecError(msg) from error
@@ -139,7 +147,7 @@ class Loans:
                 fits = offset + nbytes <= len(source.memory)
                 lent = Lent((nbytes if fits else 0,), np.uint8, source.memory, offset if fits else 0)  # see ``keeping``
                 lent.source, lent.offset = source, offset
-                weakref.finalize(lent, self._finished, owner, row).atexit = False
+                weakref.finalize(lent, self._finished, place, row).atexit = False
         self._drain()
         if lent is None:
             msg = f"an array in shared memory of process {owner} came too late: its place is used again"
@@ -149,31 +157,20 @@ class Loans:
             raise CodecError(msg)
         return lent
 
-    def _enter(self, place: _Owner, owner: str, row: int, birth: int, generation: int) -> _Source | None:
+    @staticmethod
+    def _enter(place: _Owner, row: int, birth: int, generation: int) -> _Source | None:
         """Count one more object of a generation; None if it may not be opened (any more)."""
-        known = self._open.get((owner, row))
-        if known is not None:
-            if known[0] != generation:  # a late copy; what we have open must stay marked as open
-                return None
-            known[1] += 1
-            return place.source(row, birth)
-        cell = row * COLUMNS + place.column
-        place.cells[cell] = opened(generation)
-        with place.fence:  # as in the arena: the owner's word is read after the store
-            pass
-        source: _Source | None = None
+        if not place.borrowed.enter(row, generation):
+            return None
         try:
-            if place.cells[row * COLUMNS] == generation:
-                source = place.source(row, birth)
-                self._open[owner, row] = [generation, 1]
-        finally:
-            if source is None:
-                place.cells[cell] = let_go(generation)
-        return source
+            return place.source(row, birth)
+        except BaseException:
+            place.borrowed.leave(row)
+            raise
 
-    def _finished(self, owner: str, row: int) -> None:
+    def _finished(self, place: _Owner, row: int) -> None:
         """One object is gone. On any thread, also out of the garbage collector while that thread holds the lock."""
-        self._gone.append((owner, row))
+        self._gone.append((place, row))
         self._drain()
 
     def _drain(self) -> None:
@@ -181,18 +178,10 @@ class Loans:
         while self._gone and self._lock.acquire(blocking=False):
             try:
                 while self._gone:
-                    self._leave(*self._gone.popleft())
+                    place, row = self._gone.popleft()
+                    place.borrowed.leave(row)
             finally:
                 self._lock.release()
-
-    def _leave(self, owner: str, row: int) -> None:
-        known = self._open[owner, row]
-        known[1] -= 1
-        if not known[1]:
-            del self._open[owner, row]
-            place = self._owners.get(owner)
-            if place is not None:
-                place.cells[row * COLUMNS + place.column] = let_go(known[0])
 
     def forget(self, owner: str) -> None:
         """Drop the mappings of a process that is gone; views that live on keep theirs."""

@@ -30,6 +30,10 @@ class Table(Protocol):
         """Write that no generation of a slot may be opened, before any cell is read after it."""
         ...
 
+    def wipe(self, row: int, column: int) -> None:
+        """Forget what a reader wrote that writes no more."""
+        ...
+
 
 def opened(generation: int) -> int:
     """Return what a reader writes when it opens a generation."""
@@ -161,9 +165,10 @@ class Pool:
         return waiting
 
     def died(self, column: int) -> None:
-        """Forget a reader that is gone; nothing is lent to it any more."""
+        """Forget a reader that is gone; nothing is lent to it any more, and its column may be another's."""
         for slot in self._busy.values():
             slot.readers.discard(column)
+            self._table.wipe(slot.row, column)  # or it would speak for the next one that this generation is lent to
 
     def free(self) -> list[Slot]:
         """Return the slots that may be lent."""

@@ -20,6 +20,10 @@ class Cells:
         """Return what a reader wrote."""
         return self.cells.get((row, column), 0)
 
+    def wipe(self, row, column):
+        """Forget what a dead reader wrote."""
+        self.cells.pop((row, column), None)
+
     def close(self, row):
         """Nobody may open it any more."""
         self.open[row] = 0
@@ -51,6 +55,19 @@ def test_a_dead_reader_keeps_nothing():
     pool.collect(0)
     assert pool.awaited() == {7}
     pool.died(7)
+    assert pool.take(100 * KIB, 0) is slot
+
+
+def test_a_dead_reader_does_not_speak_for_the_next_one_in_its_column():
+    """A rank that takes the place of a killed one, and never opens what that one had open, keeps nothing."""
+    cells = Cells()
+    pool = Pool(1 << 30, 8, cells)
+    _, slot = pool.grow(100 * KIB)
+    slot.readers.add(7)
+    cells.cells[slot.row, 7] = opened(slot.generation)
+    pool.died(7)
+    slot.readers.add(7)
+    pool.drop(slot.row, slot.generation)
     assert pool.take(100 * KIB, 0) is slot
 
 

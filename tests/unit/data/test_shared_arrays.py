@@ -158,6 +158,20 @@ def test_a_reader_that_is_killed_holds_nothing_back(courier, root):
             assert type(keep(memoryview(np.zeros(40 << 20, np.uint8)))) is Lease
 
 
+def test_a_killed_reader_does_not_speak_for_its_successor(courier, root):
+    """What is lent goes to the next process, which never opens it: memory is free with the lease all the same."""
+    with reading(root) as one, reading(root) as two:
+        frame = lend(courier, one, np.zeros(SIZE, np.uint8))
+        one.open(frame, courier.token)
+        one.process.kill()
+        one.process.wait()
+        courier.forget(one.token)
+        assert courier.addressed([b"", frame], two.token)[1] is frame
+        assert {path.name for path in (root / courier.token).glob("reader.*")} == {f"reader.{two.token}"}
+        del frame
+        assert courier.statistics()["shared_lent_bytes"] == 0
+
+
 def test_one_copy_serves_all_readers(courier, root):
     """A message to three processes takes one slot, which is free when the last has let go."""
     with reading(root) as one, reading(root) as two, reading(root) as three:

@@ -11,6 +11,7 @@ from typing import Final
 from zbus.protocol.messages import Kind, Status
 from zbus.testing.simulation.leases import leases
 from zbus.testing.simulation.ledger import Violation
+from zbus.testing.simulation.lending import lending
 from zbus.testing.simulation.registry import claims
 from zbus.testing.simulation.world import World
 
@@ -18,7 +19,7 @@ __all__ = ["Failure", "Report", "replay", "run_for", "run_seed", "run_seeds", "t
 
 STORY_LINES: Final = 60
 _CLAIMS_EVERY: Final = 256
-"""Seeds between two races for claims and leases, which take some ten times as long."""
+"""Seeds between two races for claims, leases and shared memory, which take some ten times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ def _run_claims(seed: int, report: Report) -> Failure | None:
         claims(seed, report.covered)
         for part in range(2):
             leases(seed * 2 + part, report.covered)
+            lending(seed * 2 + part, report.covered)
     except Violation as error:
         failure = Failure(seed, "registry", error.rule, str(error), ())
         report.failures.append(failure)
