@@ -40,11 +40,15 @@ class Background:
 
     def _run(self) -> None:
         while True:
-            job = self._next()
-            try:
-                job()
-            except Exception:  # noqa: BLE001  # one bad job must not end the others
-                _log.exception("a background job failed")
+            self._run_one()
+
+    def _run_one(self) -> None:
+        """Run the next job; a function of its own, so that nothing of the job lives on while the next is waited for."""
+        job = self._next()
+        try:
+            job()
+        except Exception:  # noqa: BLE001  # one bad job must not end the others
+            _log.exception("a background job failed")
 
     def _next(self) -> Callable[[], None]:
         with self._changed:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from controller.calls import Method, View, encode_alike, encode_calls
 from controller.dispatch import Arguments, Plan
 from controller.futures import BatchFuture
 from controller.order import Order
 from controller.placement import Placement
+from zbus.codec import Ref
 from zbus.engine import AnyOne, EndpointSpec, RankZero, Start, Whole
 from zbus.errors import ConfigError
 from zbus.retry import deadline_seconds
+
+if TYPE_CHECKING:
+    from controller.refs import Claim
 
 __all__ = ["BatchBuilder"]
 
@@ -46,6 +50,7 @@ class BatchBuilder:
         self._specs: list[EndpointSpec] = []
         self._arguments: list[Plan | tuple[Any, ...]] = []  # a bare tuple: every member gets these values
         self._futures: list[BatchFuture[Any]] = []
+        self._claims: list[Claim | None] = []  # what holds its results, if they stay with the ranks
         self._closed = False
         self._placement: Placement | None = None
 
@@ -57,8 +62,9 @@ class BatchBuilder:
 
         self._admit(method.spec)
         spec, merge, plan = method.spec, method.merge, method.plan
-        specs, arguments, futures = self._specs, self._arguments, self._futures
-        everyone = method.alike
+        specs, arguments, futures, claims = self._specs, self._arguments, self._futures, self._claims
+        claim, keeps = method.claim, method.keeps
+        everyone = None if method.keeps else method.alike
         least, most = spec.arity if everyone is not None else (1, 0)
         plain_merge = None if everyone is None else merge(everyone)
 
@@ -78,6 +84,7 @@ class BatchBuilder:
                 arguments.append(spread)
             specs.append(spec)
             futures.append(future)
+            claims.append(claim() if keeps else None)
             return future
 
         self.__dict__[name] = record  # looked up once for all calls of this batch
@@ -148,19 +155,22 @@ class BatchBuilder:
         if self._closed or not specs:
             return None
         self._closed = True
+        for name in [name for name in self.__dict__ if not name.startswith("_")]:
+            del self.__dict__[name]  # recorders point back here, and what is dropped shall go at once
         core, ranks = self._view.core, self._view.ranks
         submitted_ns = time.monotonic_ns()
         peers = core.roster.peers()
         keep = core.placer.keeper([peers[rank] for rank in ranks], snapshot=True)
         names = tuple(map(_NAME, specs))
+        refs: list[Ref] = []
         if Plan in map(type, arguments):
             calls = [
                 [(name, _share(one, member)) for name, one in zip(names, arguments, strict=True)]
                 for member in range(len(ranks))
             ]
-            payloads = encode_calls(calls, snapshot=True, keep=keep)
+            payloads = encode_calls(calls, snapshot=True, keep=keep, claims=self._claims, refs=refs)
         else:
-            payloads = [encode_alike(names, arguments, keep=keep)] * len(ranks)
+            payloads = [encode_alike(names, arguments, keep=keep, refs=refs)] * len(ranks)
         kinds = {id(spec): spec for spec in specs}.values()
         deadlines = [spec.deadline_s for spec in kinds if spec.deadline_s is not None]
         if deadlines:
@@ -180,6 +190,9 @@ class BatchBuilder:
                 deadline_s=self._deadline_s or self._view.deadline_s or sum(deadlines) or core.deadline_s,
                 strict=self._strict or any(spec.strict for spec in kinds),
                 together=self._together or any(spec.start == "together" for spec in kinds),
+                claims=self._claims if any(self._claims) else (),
+                refs=core.refs,
+                pins=core.refs.pinned(refs) if refs and core.refs is not None else None,
             )
         )
         return placement

@@ -17,14 +17,15 @@ from controller.order import Order
 from controller.placement import Placement
 from controller.placer import Placer, Roster, is_ready, room
 from controller.quick import QuickCall
-from zbus.codec import Keep, encode, encode_call, encode_plain_batch, encode_plain_call, encode_plain_calls
-from zbus.engine import AnyOne, EndpointSpec, Everywhere, RankZero, Whole
+from zbus.codec import Keep, Ref, encode, encode_call, encode_plain_batch, encode_plain_call, encode_plain_calls
+from zbus.engine import AnyOne, EndpointSpec, Everywhere, RankZero, Reduce, Same, Whole
 from zbus.errors import ConfigError, Unavailable
 from zbus.retry import DEFAULT_RETRY, NO_RETRY, RetryPolicy, TokenBucket, deadline_seconds
 from zbus.trace.tracer import get_tracer
 
 if TYPE_CHECKING:
     from controller.mapping import MapFuture
+    from controller.refs import Claim, RefBook
     from zbus.data.warm import WarmMemory
 
 __all__ = ["Core", "Method", "View", "encode_alike", "encode_calls"]
@@ -39,8 +40,9 @@ _new = tuple.__new__
 class Core:
     """What a group and its slices share."""
 
-    def __init__(self, roster: Roster, placer: Placer, deadline_s: float) -> None:
+    def __init__(self, roster: Roster, placer: Placer, deadline_s: float, refs: RefBook | None = None) -> None:
         self.roster = roster
+        self.refs = refs
         self.placer = placer
         self.deadline_s = deadline_s
         self.bucket = TokenBucket()
@@ -87,6 +89,7 @@ class View:
         single: One rank picked by its number: answers come bare.
         deadline_s: Overrides the endpoint's deadline, in seconds.
         retry: Overrides the effect's retry policy.
+        keep: Overrides whether results stay with the ranks.
     """
 
     core: Core
@@ -94,13 +97,19 @@ class View:
     single: bool = False
     deadline_s: float | None = None
     retry: RetryPolicy | None = None
+    keep: bool | None = None
 
     @property
     def role(self) -> str:
         """Name of the role."""
         return self.core.roster.role
 
-    def options(self, deadline: float | str | None, retries: int | RetryPolicy | None) -> View:
+    def options(
+        self,
+        deadline: float | str | None,
+        retries: int | RetryPolicy | None,
+        keep: bool | None = None,  # noqa: FBT001  # as it is said in public ``options``
+    ) -> View:
         """Return the same view with other defaults; None keeps one."""
         if isinstance(retries, int):
             retries = replace(DEFAULT_RETRY, attempts=retries + 1)
@@ -108,6 +117,7 @@ class View:
             self,
             deadline_s=self.deadline_s if deadline is None else deadline_seconds(deadline),
             retry=self.retry if retries is None else retries,
+            keep=self.keep if keep is None else keep,
         )
 
 
@@ -117,8 +127,11 @@ class Method(Generic[P, T]):
     def __init__(self, view: View, spec: EndpointSpec) -> None:
         self._view = view
         self.spec = spec
+        self.keeps = spec.keep if view.keep is None else view.keep
         # One rank by its number, called as declared for all, and no stream: the answer comes bare.
-        self._quick = view.single and not spec.streams and isinstance(spec.dispatch, Everywhere | RankZero)
+        self._quick = (
+            view.single and not spec.streams and not self.keeps and isinstance(spec.dispatch, Everywhere | RankZero)
+        )
         self._rank = view.ranks[0]
         self._everyone = tuple(range(len(view.ranks))) if isinstance(spec.dispatch, Everywhere) else None
         self._deadline_s = view.deadline_s or spec.deadline_s or view.core.deadline_s
@@ -161,9 +174,21 @@ class Method(Generic[P, T]):
         future: BatchFuture[T] = BatchFuture(placement, 0, self.merge(spread))
         return await future
 
-    def options(self, *, deadline: float | str | None = None, retries: int | RetryPolicy | None = None) -> Method[P, T]:
-        """Return the same endpoint with another deadline or retry policy."""
-        return Method(self._view.options(deadline, retries), self.spec)
+    def options(
+        self,
+        *,
+        deadline: float | str | None = None,
+        retries: int | RetryPolicy | None = None,
+        keep: bool | None = None,
+    ) -> Method[P, T]:
+        """Return the same endpoint with another deadline or retry policy, or with its results kept at the ranks.
+
+        Args:
+            deadline: Seconds or text such as ``"2m"``.
+            retries: Executions after the first, or a whole policy.
+            keep: The answer is a ``Ref`` per rank, and the values stay where they were made.
+        """
+        return Method(self._view.options(deadline, retries, keep), self.spec)
 
     def stream(self, *args: P.args, **kwargs: P.kwargs) -> Stream[Any]:
         """Call a generator endpoint and take its items as they come.
@@ -259,10 +284,36 @@ class Method(Generic[P, T]):
         ranks = [self._view.ranks[member] for member in spread.members]
         peers = self._view.core.roster.peers()
         keep = self._view.core.placer.keeper([peers[rank] for rank in ranks], snapshot=snapshot)
-        payloads = encode_calls([[(spec.name, a)] for a in spread.arguments], snapshot=snapshot, keep=keep)
+        claims = [self.claim()]
+        refs: list[Ref] = []
+        payloads = encode_calls(
+            [[(spec.name, a)] for a in spread.arguments], snapshot=snapshot, keep=keep, claims=claims, refs=refs
+        )
         order = self._order(ranks, payloads, submitted_ns)
         order.collects = collects and spec.streams
+        if claims[0] is not None:
+            order.claims = claims
+        if refs and order.refs is not None:
+            order.pins = order.refs.pinned(refs)
         return Placement(order)
+
+    def claim(self) -> Claim | None:
+        """Return what holds the results of one call that stay with the ranks; None where they are sent.
+
+        Raises:
+            ConfigError: They cannot stay.
+        """
+        if not self.keeps:
+            return None
+        book, spec = self._view.core.refs, self.spec
+        if spec.streams or isinstance(spec.collect, Same | Reduce):
+            why = "streams" if spec.streams else f"needs the answers of its ranks ({type(spec.collect).__name__})"
+            msg = f"endpoint `{spec.name}` {why}, so its results cannot stay where they are made"
+            raise ConfigError(msg, hint="call it without keep=True")
+        if book is None:
+            msg = f"results of `{spec.name}` cannot be kept: this group was made without a controller"
+            raise ConfigError(msg, hint="use Controller.group")
+        return book.claim()
 
     def _undo(self, spread: Plan) -> None:
         """Take back the choice of a rank for a call that was not placed."""
@@ -291,6 +342,7 @@ class Method(Generic[P, T]):
             choose=(lambda: core.choose(options.ranks)) if any_one else None,
             bucket=core.bucket,
             line=core.line,
+            refs=core.refs,
             released=core.release if any_one else None,
         )
 
@@ -303,7 +355,7 @@ class Method(Generic[P, T]):
         payload = encode_plain_call(spec.name, args)
         if payload is None:
             return None
-        quick = QuickCall(core.placer, core.roster.peers()[self._rank], payload)
+        quick = QuickCall(core.placer, core.roster.peers()[self._rank], payload, core.refs)
         try:
             quick.place(spec.lane, self._deadline_s, strict=spec.strict)
         except Unavailable:
@@ -326,33 +378,67 @@ class Method(Generic[P, T]):
 
 
 def encode_calls(
-    calls: Sequence[Sequence[tuple[str, Arguments]]], *, snapshot: bool, keep: Keep | None = None
+    calls: Sequence[Sequence[tuple[str, Arguments]]],
+    *,
+    snapshot: bool,
+    keep: Keep | None = None,
+    claims: Sequence[Claim | None] = (),
+    refs: list[Ref] | None = None,
 ) -> list[Any]:
-    """Encode each member's calls; members whose arguments are the same objects share one payload."""
+    """Encode each member's calls; members whose arguments are the same objects share one payload.
+
+    Args:
+        calls: For each member, method and arguments of each call.
+        snapshot: As for ``zbus.codec.encode``.
+        keep: As there.
+        refs: As there.
+        claims: For each call, what holds its result, if it stays where it is made.
+    """
+    numbers = [None if claim is None else claim.number for claim in claims] if any(claims) else []
     if len(calls) == 1:
-        if len(calls[0]) == 1:
+        if len(calls[0]) == 1 and not numbers:
             name, arguments = calls[0][0]
-            return [encode_call(name, *arguments, snapshot=snapshot, keep=keep)]
-        return [_encode_member(calls[0], snapshot=snapshot, keep=keep)]
+            return [encode_call(name, *arguments, snapshot=snapshot, keep=keep, refs=refs)]
+        return [_encode_member(calls[0], numbers, snapshot=snapshot, keep=keep, refs=refs)]
     made: dict[tuple[int, ...], Any] = {}
     payloads = []
     for member in calls:
         key = tuple(id(arguments) for _, arguments in member)
         if key not in made:
-            made[key] = _encode_member(member, snapshot=snapshot, keep=keep)
+            made[key] = _encode_member(member, numbers, snapshot=snapshot, keep=keep, refs=refs)
         payloads.append(made[key])
     return payloads
 
 
-def encode_alike(names: Sequence[str], arguments: Sequence[tuple[Any, ...]], *, keep: Keep | None = None) -> Any:
+def encode_alike(
+    names: Sequence[str],
+    arguments: Sequence[tuple[Any, ...]],
+    *,
+    keep: Keep | None = None,
+    refs: list[Ref] | None = None,
+) -> Any:
     """Encode calls that are the same for every member and have no keywords; arrays may change afterwards."""
     plain = encode_plain_batch(names, arguments)
     if plain is not None:
         return plain
-    return encode([[name, args, {}] for name, args in zip(names, arguments, strict=True)], snapshot=True, keep=keep)
+    entries = [[name, args, {}] for name, args in zip(names, arguments, strict=True)]
+    return encode(entries, snapshot=True, keep=keep, refs=refs)
 
 
-def _encode_member(calls: Sequence[tuple[str, Arguments]], *, snapshot: bool, keep: Keep | None) -> Any:
+def _encode_member(
+    calls: Sequence[tuple[str, Arguments]],
+    numbers: Sequence[int | None],
+    *,
+    snapshot: bool,
+    keep: Keep | None,
+    refs: list[Ref] | None,
+) -> Any:
     listed = [(name, *arguments) for name, arguments in calls]
-    plain = encode_plain_calls(listed)
-    return plain if plain is not None else encode(list(map(list, listed)), snapshot=snapshot, keep=keep)
+    plain = None if numbers else encode_plain_calls(listed)
+    if plain is not None:
+        return plain
+    entries: list[list[Any]] = list(map(list, listed))
+    for entry, number in zip(entries, numbers, strict=False):
+        if number is not None:
+            entry.append({"keep": number})
+    return encode(entries, snapshot=snapshot, keep=keep, refs=refs)

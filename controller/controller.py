@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -26,6 +27,7 @@ from controller.group import DEFAULT_DEADLINE_S, Group
 from controller.late import Patience
 from controller.members import Members
 from controller.patience import wait_reminding
+from controller.refs import ClientLink, RefBook, Scope
 from controller.restarting import ask_restart
 from controller.role import Role
 from controller.scheduling.api import AgentExit, Job, Scheduler
@@ -33,9 +35,10 @@ from controller.stacks import Stacks, Told, ask_agents, ask_ranks
 from controller.startup import agent_error, missing_error
 from controller.takeover import OrphanResult, arguments_of, refuse_living, with_arguments
 from zbus.clock import SYSTEM_CLOCK, boot_id, clock_id, time_namespace
-from zbus.codec import decode, encode
+from zbus.codec import Ref, decode, encode
 from zbus.config import Config, RoleConfig, TrialDir
 from zbus.data.courier import Courier
+from zbus.data.desk import Desk, Owner
 from zbus.data.porter import Porter
 from zbus.discovery.directory import Directory
 from zbus.errors import ConfigError, StartupError, TrialError, Unavailable, ZbusError
@@ -95,6 +98,7 @@ class Controller:
         self._startup_timeout = _RESTART_S
         self._client: Client | None = None
         self._members: Members | None = None
+        self._refs: RefBook | None = None
         self._tracer: Tracer | None = None
         self._trace_rank = 0
         self._began = time.monotonic()
@@ -231,7 +235,7 @@ class Controller:
                 known = ", ".join(self._rosters) or "none"
                 msg = f"trial {self.trial.name} has no role {role!r}"
                 raise ConfigError(msg, hint=f"its roles are: {known}")
-            found = self._groups[role] = Group(roster, self._placer, deadline_s=self._deadline_s)
+            found = self._groups[role] = Group(roster, self._placer, deadline_s=self._deadline_s, refs=self._refs)
         return found
 
     @property
@@ -257,6 +261,53 @@ class Controller:
             return np.empty(shape, dtype)
         made: np.ndarray[Any, Any] = carrier.empty(shape, dtype)
         return made
+
+    def put(self, value: Any) -> Ref:
+        """Keep a value in this process and return its handle; ranks that are given it get it from here.
+
+        Arrays are copied once, into shared memory where there is some (those of ``empty`` are not copied), so that
+        any number of calls with the handle copy them no more. It is kept as long as a handle of it lives, at most to
+        the end of the ``scope`` around. Any thread.
+
+        Args:
+            value: What a call could take as an argument.
+
+        Raises:
+            CodecError: It cannot be carried.
+            RefLimitError: This process keeps as much as it may (``data.refs``), or the scope does.
+        """
+        return self._book().put(value)
+
+    def get(self, value: Any, timeout: float | None = None) -> Any:
+        """Return the value of a ``Ref``, or a list, tuple or dict with values in place of its Refs. Blocks.
+
+        Arrays of this host are mapped and read-only.
+
+        Args:
+            value: The handle, or what holds some.
+            timeout: Seconds to reach the owners.
+
+        Raises:
+            RefLostError: An owner is gone or does not answer, or a value was released.
+        """
+        return self._book().get(value, timeout)
+
+    def scope(self, limit: int | None = None) -> AbstractContextManager[Scope]:
+        """Own what is kept in a ``with`` block, by ``put`` and by calls that leave their results with the ranks.
+
+        At its end all of it is let go, however many handles live; calls under way still get their arguments. Scopes
+        nest, and belong to the thread or task that entered them.
+
+        Args:
+            limit: Most bytes it may hold; beyond, ``RefLimitError`` is raised where the next value comes.
+        """
+        return self._book().scope(limit)
+
+    def _book(self) -> RefBook:
+        if self._refs is None:
+            msg = f"{self.trial.name} is not running"
+            raise ConfigError(msg)
+        return self._refs
 
     def config_perf_tracer(self, config: Mapping[str, Any] | None, role: str | None = None) -> None:
         """Switch tracing of a role's workers (all roles by default) and of this process; None switches it off."""
@@ -338,6 +389,7 @@ class Controller:
             "roles": {name: len(roster.peers()) for name, roster in self._rosters.items()},
             **stats,
             **memory,
+            **({} if self._refs is None else self._refs.desk.statistics()),
         }
 
     def close(self) -> None:
@@ -368,9 +420,7 @@ class Controller:
         if not plan.keeps_lock:
             self._closers.callback(self.trial.unlock)
         config = plan.config
-        jobs = {
-            name: role.to_job(name, config.trace.level, config.data.shared_memory) for name, role in plan.roles.items()
-        }
+        jobs = {name: role.to_job(name, config.trace.level, config.data) for name, role in plan.roles.items()}
         records = self._open_records()
 
         def entries(epoch: int) -> dict[str, Entry]:
@@ -440,6 +490,7 @@ class Controller:
         closers.callback(porter.leave)
         client = self._client = Client(session=session, epoch=epoch.epoch, factory=factory, carrier=porter)  # type: ignore[arg-type]  # a NewType of bytes
         closers.callback(client.close)
+        self._keep_refs(client, porter, config, epoch.epoch)
         self._watch_calls(client)
         self._watch_clocks(client)
         made = entries(epoch.epoch)
@@ -462,6 +513,22 @@ class Controller:
             records.publish_job(record)
         self._placer, self._rosters = client, members.roles
         return members, directory
+
+    def _keep_refs(self, client: Client, porter: Porter, config: Config, incarnation: int) -> None:
+        desk = Desk(
+            Owner("controller", 0, incarnation), porter.courier,
+            limit=config.data.refs, lease_s=config.data.ref_lease, inlines=True,
+        )  # fmt: skip
+        self._refs = RefBook(desk, ClientLink(client, self._peer_of), renew_s=config.data.ref_lease / 4)
+        self._closers.callback(self._refs.close)
+
+    def _peer_of(self, owner: tuple[str, int, int]) -> Any:
+        """Return the connection to a start of a rank while it is the current one."""
+        role, rank, incarnation = owner
+        roster = self._rosters.get(role)
+        peers = () if roster is None else roster.peers()
+        peer = peers[rank] if rank < len(peers) else None
+        return peer if peer is not None and peer.incarnation == incarnation else None
 
     def _read_journal(self, worker: WorkerRecord) -> JournalReport | None:
         """Read what a worker of this host left, for want of an agent's word; None while it lives."""
@@ -632,6 +699,8 @@ class Controller:
                 trial_dir=self.trial.path,
             )
         self._placer, self._rosters = runtime, rosters
+        self._refs = RefBook(runtime.desk, runtime.link, renew_s=plan.config.data.ref_lease / 4)
+        self._closers.callback(self._refs.close)
 
     # -- a guest -------------------------------------------------------------------------------------------------
 
@@ -645,10 +714,15 @@ class Controller:
             raise TrialError(msg, hint="zbus-controller status shows what runs")
         factory = SocketFactory()
         self._closers.callback(factory.close)
-        client = self._client = Client(session=new_session(), epoch=0, factory=factory, name="guest")
+        bulk = Bulk(factory)
+        self._closers.callback(bulk.close)
+        porter = Porter(Courier.enter(), bulk)
+        self._closers.callback(porter.leave)
+        client = self._client = Client(session=new_session(), epoch=0, factory=factory, name="guest", carrier=porter)
         self._closers.callback(client.close)
         self._placer = client
         self._rosters = GuestRoster.connect(client, records, timeout)
+        self._keep_refs(client, porter, Config(), 0)
 
     # -- talking to processes ------------------------------------------------------------------------------------
 

@@ -183,6 +183,37 @@ TEXTS: Final[dict[str, Explanation]] = {
         ),
         ("See the state of the ranks: zbus-controller status",),
     ),
+    "ZB0408": Explanation(
+        "the value behind a Ref is gone",
+        4,
+        "A Ref names a value that stays with the process that made it. That process has ended, has been started anew, "
+        "or has let the value go. A method that was to get it as an argument did not start.",
+        (
+            "The rank that kept it died or was restarted; the error names it and says how it ended.",
+            "Its scope has ended (with bus.scope()), or it was released (ref.release()).",
+            "The controller was silent for longer than data.ref_lease.",
+        ),
+        (
+            "Make it again: call the endpoint that the error names.",
+            "Keep a copy of what must outlive its rank: value = ref.get()",
+        ),
+    ),
+    "ZB0409": Explanation(
+        "a process keeps as many bytes for Refs as it may",
+        1,
+        "Results that stay with a rank (keep=True) and values of ctx.put or bus.put take memory there until they are "
+        "let go. The error names who holds how much, by endpoint. Where the limit was reached before, the method did "
+        "not start; where its result was too large, it has run and its result is dropped.",
+        (
+            "Refs of earlier steps are still held: in a list, or by a future that nobody dropped.",
+            "One result is larger than the limit.",
+        ),
+        (
+            "Put a step into a scope: with bus.scope(): ...",
+            "See who holds how much: zbus-controller status --json",
+            "Give it more: data.refs=64GiB",
+        ),
+    ),
     "ZB0501": Explanation(
         "the registry cannot be read or written",
         5,

@@ -218,18 +218,9 @@ class BatchFuture(Generic[T]):
         self._when_done(job, shared())
 
     def _when_done(self, job: Callable[[], object], where: Background) -> None:
-        told = threading.Lock()
-
-        def tell() -> None:
-            self._placement.unwatch(notice)
-            job()
-
-        def notice() -> None:
-            if self.done() and told.acquire(blocking=False):
-                where.call(tell)
-
-        self._placement.watch(notice)
-        notice()
+        watch = _Watch(self._placement, self.done, job, where)
+        self._placement.watch(watch.notice)
+        watch.notice()
 
     def __await__(self) -> Generator[Any, None, T]:
         """Wait on the running loop; cancelling the await cancels the call."""
@@ -397,9 +388,37 @@ class BatchFuture(Generic[T]):
             return values[member]
 
     def _decode(self, outcome: Outcome) -> Any:
-        if self._placement.order.streams:
+        order = self._placement.order
+        if order.streams:
             return [decode(item) for item in self._placement.chunks]
-        return decode(outcome.payload or ())
+        found: list[Any] = []
+        value = decode(outcome.payload or (), refs=found)
+        if found and order.refs is not None:
+            order.refs.bind(found, order.claims[self._call] if order.claims else None)
+        return value
+
+
+class _Watch:
+    """Has a job run once, when a call is over. Nothing in it points in a circle: with the job the future goes too."""
+
+    __slots__ = ("_done", "_job", "_placement", "_told", "_where")
+
+    def __init__(
+        self, placement: Placement, done: Callable[[], bool], job: Callable[[], object], where: Background
+    ) -> None:
+        self._placement = placement
+        self._done = done
+        self._job = job
+        self._where = where
+        self._told = threading.Lock()
+
+    def notice(self) -> None:
+        if self._done() and self._told.acquire(blocking=False):
+            self._where.call(self._tell)
+
+    def _tell(self) -> None:
+        self._placement.unwatch(self.notice)
+        self._job()
 
 
 _ANSWERED = (OutcomeKind.OK, OutcomeKind.APP_ERROR)

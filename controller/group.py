@@ -21,6 +21,7 @@ from zbus.errors import ConfigError
 from zbus.retry import RetryPolicy
 
 if TYPE_CHECKING:
+    from controller.refs import RefBook
     from zbus.engine import Endpoint
 
 __all__ = ["DEFAULT_DEADLINE_S", "BatchBuilder", "Group", "Method"]
@@ -42,11 +43,14 @@ class Group:
         roster: Who is in the role now.
         placer: Carries the calls.
         deadline_s: Default deadline of a call in seconds.
+        refs: What handles are tied to; None: neither ranks nor the controller keep values.
     """
 
-    def __init__(self, roster: Roster, placer: Placer, *, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
+    def __init__(
+        self, roster: Roster, placer: Placer, *, deadline_s: float = DEFAULT_DEADLINE_S, refs: RefBook | None = None
+    ) -> None:
         ranks = tuple(range(roster.mesh.size))
-        self._view = View(Core(roster, placer, deadline_s), ranks)
+        self._view = View(Core(roster, placer, deadline_s, refs), ranks)
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
@@ -133,14 +137,21 @@ class Group:
         other._view = view  # this class's own
         return other
 
-    def options(self, *, deadline: float | str | None = None, retries: int | RetryPolicy | None = None) -> Group:
+    def options(
+        self,
+        *,
+        deadline: float | str | None = None,
+        retries: int | RetryPolicy | None = None,
+        keep: bool | None = None,
+    ) -> Group:
         """Return the same group with other defaults for its calls.
 
         Args:
             deadline: Seconds or text such as ``"2m"``.
             retries: Executions after the first, or a whole policy. They happen only where a second run does no harm.
+            keep: Results stay with the ranks that made them, and answers are Refs.
         """
-        return self._with(self._view.options(deadline, retries))
+        return self._with(self._view.options(deadline, retries, keep))
 
     # -- calling -----------------------------------------------------------------------------------------------------
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from controller.line import Line
 from controller.placer import Placer, Roster
 from zbus.engine import Effect
 from zbus.protocol.messages import Buffers
 from zbus.retry import RetryPolicy, TokenBucket
+
+if TYPE_CHECKING:
+    from controller.refs import Claim, Pins, RefBook
 
 __all__ = ["Order"]
 
@@ -40,6 +43,9 @@ class Order:
         submitted_ns: When the caller asked (monotonic), for the trace.
         encoded_ns: When its payloads were ready.
         line: Where calls of the role wait for ranks that are not ready.
+        claims: For each call whose results stay with the ranks, what holds them; empty where none does.
+        refs: What handles in the answers are tied to.
+        pins: Keep the values of the handles among the arguments, until all calls have ended.
     """
 
     placer: Placer
@@ -63,4 +69,7 @@ class Order:
     encoded_ns: int = 0
     trace: int = 0
     line: Line = field(default_factory=Line)
+    claims: Sequence[Claim | None] = ()
+    refs: RefBook | None = None
+    pins: Pins | None = None
     peers: list[Any] = field(default_factory=list)

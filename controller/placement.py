@@ -159,6 +159,9 @@ class Placement:
         order.peers = [everyone[rank] for rank in order.ranks]
         if self._tracer is not None:  # before: a request may have arrived by the time that ``place`` returns
             self._sent_ns = time.monotonic_ns()
+        for claim in order.claims:
+            if claim is not None:
+                claim.placed_on(order.ranks, order.peers)
         self._placed = order.placer.place(
             order.peers,
             order.lane,
@@ -264,6 +267,8 @@ class Placement:
                 self._late.ask(self.order.peers[member])
             if self.slots.settled():
                 self._late.ended(self)
+        if self.order.pins is not None and self.slots.settled():
+            self.order.pins.close()
         released = self.order.released
         if released is not None and call == len(self.order.methods) - 1:
             released(self.order.ranks[member])

@@ -17,6 +17,7 @@ from zbus.protocol.messages import Buffers, Outcome, OutcomeKind
 if TYPE_CHECKING:
     from controller.placement import Placement
     from controller.placer import Placed, Placer
+    from controller.refs import RefBook
 
 __all__ = ["QuickCall"]
 
@@ -30,12 +31,14 @@ class QuickCall:
         placer: Carries it.
         peer: Who is called.
         payload: The encoded call.
+        refs: What handles in the answer are tied to.
     """
 
-    __slots__ = ("_outcome", "_peer", "_placement", "_placer", "began_ns", "payload", "placed")
+    __slots__ = ("_outcome", "_peer", "_placement", "_placer", "_refs", "began_ns", "payload", "placed")
 
-    def __init__(self, placer: Placer, peer: Any, payload: Buffers) -> None:
+    def __init__(self, placer: Placer, peer: Any, payload: Buffers, refs: RefBook | None = None) -> None:
         self._placer = placer
+        self._refs = refs
         self._peer = peer
         self.payload = payload
         self._outcome: Outcome | None = None
@@ -62,7 +65,11 @@ class QuickCall:
         self._placer.wait(self._done, None)
         outcome = self._outcome
         if outcome is not None and outcome.kind is _OK:
-            return decode(outcome.payload or ())
+            found: list[Any] = []
+            value = decode(outcome.payload or (), refs=found)
+            if found and self._refs is not None:
+                self._refs.bind(found, None)
+            return value
         return recover(self).result()
 
     def hand_over(self, placement: Placement) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from controller.scheduling.api import Job, Scheduling
 from zbus import names
-from zbus.config.schema import RoleConfig
+from zbus.config.schema import DataConfig, RoleConfig
 from zbus.engine import Engine, Mesh
 from zbus.errors import ConfigError
 
@@ -125,12 +125,18 @@ class Role:
             orphans=config.orphans,
         )
 
-    def to_job(self, name: str, trace: str, shared_memory: int | None = None) -> Job:
+    def to_job(self, name: str, trace: str, data: DataConfig | None = None) -> Job:
         """Return what a scheduler places and agents run.
+
+        Args:
+            name: The role's name.
+            trace: ``off``, ``rpc`` or ``full``.
+            data: How much its ranks lend and keep; defaults where not given.
 
         Raises:
             ConfigError: The role's name, engine or needs are not valid.
         """
+        data = data or DataConfig()
         task = Scheduling(
             cpu=self.cpus, gpu=self.gpus, mem=self.mem, port_count=self.ports,
             env_vars={key: str(value) for key, value in self.env.items()},
@@ -149,7 +155,9 @@ class Role:
             sys_path=(*map(str, self.sys_path), *import_paths()),
             trace=trace,
             orphans=self.orphans,
-            shared_memory=shared_memory,
+            shared_memory=data.shared_memory,
+            refs=data.refs,
+            ref_lease_s=data.ref_lease,
         )
         record = job.to_record(0)
         plain = json.dumps({key: getattr(record, key) for key in record.__struct_fields__}, sort_keys=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["describe", "show_status", "table"]
 
-_COLUMNS: Final = ("role", "rank", "host", "pid", "start", "state", "call", "age", "rss", "note")
+_COLUMNS: Final = ("role", "rank", "host", "pid", "start", "state", "call", "age", "rss", "lent", "refs", "note")
 _PROBE_S: Final = 2.0
 
 
@@ -99,6 +99,7 @@ def _worker(worker: WorkerRecord, found: Snapshot, answer: Mapping[str, Any] | N
         "exit": None,
         "refused": {},
         "slow_handlers": 0,
+        "memory": None,
         "note": None,
     }
     if exit_record is not None:
@@ -112,6 +113,7 @@ def _worker(worker: WorkerRecord, found: Snapshot, answer: Mapping[str, Any] | N
         data["call"] = dict(call) if isinstance(call, Mapping) else None
         data["rss_bytes"] = answer.get("rss_bytes")
         data["refused"] = dict(answer.get("refused") or {})
+        data["memory"] = _memory(answer)
         data["slow_handlers"] = int((answer.get("slow_handlers") or {}).get("count", 0))
         if data["slow_handlers"]:
             data["note"] = f"{data['slow_handlers']} slow handlers, see its log"
@@ -121,6 +123,19 @@ def _worker(worker: WorkerRecord, found: Snapshot, answer: Mapping[str, Any] | N
         if alive and found.state == "running":
             data["note"] = "did not answer"
     return data
+
+
+def _memory(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a rank lends and keeps, and for whom, as its answer says."""
+    return {
+        "shared_bytes": answer.get("shared_bytes", 0),
+        "lent_bytes": answer.get("shared_lent_bytes", 0),
+        "refs": answer.get("refs", 0),
+        "refs_bytes": answer.get("refs_bytes", 0),
+        "refs_limit": answer.get("refs_limit", 0),
+        "oldest_s": answer.get("refs_oldest_s", 0.0),
+        "holders": [dict(holder) for holder in answer.get("refs_holders") or ()],
+    }
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -158,8 +173,19 @@ def _row(worker: Mapping[str, Any]) -> list[str]:
         str(call.get("method", "-")),
         format_duration(age) if isinstance(age, (int, float)) else "-",
         format_size(rss) if isinstance(rss, int) else "-",
+        *_held(worker["memory"]),
         worker["note"] or "-",
     ]
+
+
+def _held(memory: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Return what a rank lends, and what it keeps: how many bytes, in how many values, for how long at most."""
+    if memory is None:
+        return "-", "-"
+    lent = format_size(memory["lent_bytes"]) if memory["lent_bytes"] else "-"
+    if not memory["refs"]:
+        return lent, "-"
+    return lent, f"{format_size(memory['refs_bytes'])} in {memory['refs']}, {format_duration(memory['oldest_s'])}"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], style: Style) -> list[str]:

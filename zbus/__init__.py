@@ -18,6 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from zbus.codec import Ref as Ref
     from zbus.codec import register as register
     from zbus.engine import AnyOne as AnyOne
     from zbus.engine import Concat as Concat
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
     from zbus.errors import OutcomeUnknown as OutcomeUnknown
     from zbus.errors import ProtocolMismatch as ProtocolMismatch
     from zbus.errors import RankClaimed as RankClaimed
+    from zbus.errors import RefLimitError as RefLimitError
+    from zbus.errors import RefLostError as RefLostError
     from zbus.errors import RegistryError as RegistryError
     from zbus.errors import RemoteError as RemoteError
     from zbus.errors import StartupError as StartupError
@@ -64,7 +67,7 @@ if TYPE_CHECKING:
     from zbus.trace import traced as traced
 
 _HOMES: Final = {
-    "zbus.codec": ("register",),
+    "zbus.codec": ("Ref", "register"),
     "zbus.engine": (
         "AnyOne",
         "Concat",
@@ -95,6 +98,8 @@ _HOMES: Final = {
         "OutcomeUnknown",
         "ProtocolMismatch",
         "RankClaimed",
+        "RefLimitError",
+        "RefLostError",
         "RegistryError",
         "RemoteError",
         "StartupError",

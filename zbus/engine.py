@@ -357,6 +357,7 @@ class EndpointSpec:
         trace: Name of its span; None: the method's name.
         strict: A failure of this call makes the calls after it in its batch NOT_EXECUTED.
         start: See ``Start``.
+        keep: Results stay with the ranks that made them.
         is_async: A coroutine function or async generator.
         streams: A generator, sync or async.
         parameters: Its parameters without ``self``.
@@ -373,6 +374,7 @@ class EndpointSpec:
     trace: str | None = None
     strict: bool = False
     start: Start = "each"
+    keep: bool = False
     is_async: bool = False
     streams: bool = False
     parameters: tuple[Parameter, ...] | None = None
@@ -416,6 +418,7 @@ class EndpointSpec:
             "trace": self.trace,
             "strict": self.strict,
             "start": self.start,
+            "keep": self.keep,
             "is_async": self.is_async,
             "streams": self.streams,
             "parameters": None if self.parameters is None else [[p.name, p.kind, p.required] for p in self.parameters],
@@ -442,6 +445,7 @@ class EndpointSpec:
                 trace=data.get("trace"),
                 strict=bool(data.get("strict", False)),
                 start="together" if data.get("start") == "together" else "each",
+                keep=bool(data.get("keep", False)),
                 is_async=bool(data.get("is_async", False)),
                 streams=bool(data.get("streams", False)),
                 parameters=None if parameters is None else tuple(Parameter(n, k, r) for n, k, r in parameters),
@@ -549,6 +553,7 @@ def endpoint(
     trace: str | None = ...,
     strict: bool = ...,
     start: Start = ...,
+    keep: bool = ...,
 ) -> _One: ...
 @overload
 def endpoint(
@@ -562,6 +567,7 @@ def endpoint(
     trace: str | None = ...,
     strict: bool = ...,
     start: Start = ...,
+    keep: bool = ...,
 ) -> _One: ...
 @overload
 def endpoint(
@@ -574,6 +580,7 @@ def endpoint(
     trace: str | None = ...,
     strict: bool = ...,
     start: Start = ...,
+    keep: bool = ...,
 ) -> _One: ...
 @overload
 def endpoint(
@@ -587,6 +594,7 @@ def endpoint(
     trace: str | None = ...,
     strict: bool = ...,
     start: Start = ...,
+    keep: bool = ...,
 ) -> _Many: ...
 @overload
 def endpoint(
@@ -600,6 +608,7 @@ def endpoint(
     trace: str | None = ...,
     strict: bool = ...,
     start: Start = ...,
+    keep: bool = ...,
 ) -> _Many: ...
 @overload
 def endpoint(dispatch: Callable[Concatenate[S, P], R], /) -> Endpoint[S, P, R, list[R]]: ...
@@ -614,6 +623,7 @@ def endpoint(
     trace: str | None = None,
     strict: bool = False,
     start: Start = "each",
+    keep: bool = False,
 ) -> Any:
     """Declare a method of an engine as callable through the bus.
 
@@ -631,6 +641,8 @@ def endpoint(
         start: ``"together"``: the call begins on no rank until all ranks hold it and are free, so that no collective
             is entered without a rank that is gone; a rank lost before makes it NOT_EXECUTED everywhere. Costs one
             more round trip and the wait for the slowest rank; see ``docs/decisions/0010-starting-together.md``.
+        keep: Results stay with the ranks that made them, and callers get a ``Ref`` of each; a call may say otherwise
+            (``.options(keep=False)``).
 
     Raises:
         ConfigError: The declaration contradicts itself; raised where the method is defined.
@@ -643,7 +655,7 @@ def endpoint(
     def declare(fn: Any) -> Any:
         spec = _make_spec(
             fn, dispatch, collect, effect=effect, lane=lane, concurrency=concurrency, trace=trace, strict=strict,
-            start=start,
+            start=start, keep=keep,
         )  # fmt: skip
         if deadline is not None:
             spec = replace(spec, deadline_s=deadline_seconds(deadline, f"deadline of endpoint `{spec.name}`"))
@@ -664,6 +676,7 @@ def _make_spec(
     trace: str | None,
     strict: bool,
     start: Start,
+    keep: bool,
 ) -> EndpointSpec:
     if not inspect.isfunction(fn):
         msg = f"zbus.endpoint wraps a plain method, not {type(fn).__name__}"
@@ -684,6 +697,7 @@ def _make_spec(
         trace=trace,
         strict=strict,
         start=start,
+        keep=keep,
         is_async=is_async,
         streams=inspect.isasyncgenfunction(fn) or inspect.isgeneratorfunction(fn),
         parameters=_parameters(fn),
@@ -730,6 +744,11 @@ def _check_spec(spec: EndpointSpec) -> None:
     if isinstance(spec.collect, Reduce) and spec.collect.by == "items" and not isinstance(spec.dispatch, Split):
         msg = f"{where}: Reduce weighs by items, but {type(spec.dispatch).__name__} splits none"
         raise ConfigError(msg, hint='declare Split(...), or name an entry of the answer: Reduce("mean", weights=...)')
+    if spec.keep and (spec.streams or isinstance(spec.collect, Same | Reduce)):
+        needs = f"{type(spec.collect).__name__}() needs what the ranks answer"
+        why = "a generator's items are sent as they come" if spec.streams else needs
+        msg = f"{where}: {why}, so its results cannot stay with the ranks"
+        raise ConfigError(msg, hint="leave keep out, or return a list" if spec.streams else "collect=PerRank()")
     _check_split_names(spec)
     if spec.lane == MAIN and (spec.concurrency or 1) > 1:
         msg = f"{where}: lane `main` runs one call at a time, concurrency {spec.concurrency} cannot be"

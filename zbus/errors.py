@@ -17,6 +17,8 @@ All are ``Exception`` (never ``KeyboardInterrupt``) and survive ``copy`` and ``p
     ├── TransportError         ZB0502  exit 5   a socket cannot be made, bound or connected
     ├── ProtocolMismatch       ZB0601  exit 6   peers speak different protocol versions
     ├── Fenced                 ZB0602  exit 11  a newer epoch or incarnation holds this place
+    ├── RefLostError           ZB0408  exit 4   the value behind a Ref is gone: its owner ended, or it was released
+    ├── RefLimitError          ZB0409  exit 1   a process keeps as many bytes for Refs as it may
     ├── CodecError             ZB0405  exit 1   a value cannot be carried exactly, or bytes are not a valid value
     └── CallError                               base of everything a call can end in but success
         ├── RemoteError        ZB0401  exit 1   the engine raised; also an instance of the original builtin class
@@ -47,6 +49,8 @@ __all__ = [
     "OutcomeUnknown",
     "ProtocolMismatch",
     "RankClaimed",
+    "RefLimitError",
+    "RefLostError",
     "RegistryError",
     "RemoteError",
     "StartupError",
@@ -165,6 +169,44 @@ class CodecError(ZbusError):
 
     def __str__(self) -> str:
         return f"{self.message} - at `{self.path}`"
+
+
+class RefLostError(ZbusError):
+    """The value behind a ``Ref`` cannot be had any more: its owner has ended, or it was released.
+
+    Where a call got such a Ref as an argument, its method did not start.
+
+    Attributes:
+        owner_role, owner_rank: Who kept the value.
+        made_by: The endpoint that made it, or ``put``.
+        nbytes: Its size.
+    """
+
+    code = "ZB0408"
+    exit_code = 4
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        owner_role: str = "",
+        owner_rank: int = 0,
+        made_by: str = "",
+        nbytes: int = 0,
+        hint: str | None = None,
+        facts: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint, facts=facts)
+        self.owner_role = owner_role
+        self.owner_rank = owner_rank
+        self.made_by = made_by
+        self.nbytes = nbytes
+
+
+class RefLimitError(ZbusError):
+    """A process keeps as many bytes for Refs as it may; the facts name who holds how much of them."""
+
+    code = "ZB0409"
 
 
 class CallError(ZbusError):

@@ -92,6 +92,7 @@ class Job:
         cwd, sys_path: Working directory and first entries of the import path of ranks.
         trace: ``off``, ``rpc`` or ``full``.
         orphans: What ranks do without a controller: ``exit`` or ``wait``.
+        shared_memory, refs, ref_lease_s: See ``JobRecord``.
         digest: Digest of the engine's declarations, if known.
     """
 
@@ -111,6 +112,8 @@ class Job:
     trace: str = "rpc"
     orphans: Literal["exit", "wait"] = "exit"
     shared_memory: int | None = None
+    refs: int | None = None
+    ref_lease_s: float = 60.0
     digest: str = ""
 
     def __post_init__(self) -> None:
@@ -154,6 +157,8 @@ class Job:
             trace=self.trace,
             orphans=self.orphans,
             shared_memory=self.shared_memory,
+            refs=self.refs,
+            ref_lease_s=self.ref_lease_s,
             digest=self.digest,
         )
 

@@ -27,8 +27,12 @@ from controller.background import shared
 from controller.placer import ChunkSink, ResultsSink, Sink, StaticRoster
 from controller.role import Role
 from zbus import names
+from zbus.codec import Ref
 from zbus.codec.exceptions import describe_exception, rebuild_exception
 from zbus.config import TrialDir
+from zbus.data.courier import Courier
+from zbus.data.desk import Desk, Owner
+from zbus.data.holds import Tell
 from zbus.engine import EndpointSpec, Engine, Mesh, endpoints_of, lanes_of, table_to_wire
 from zbus.errors import EngineLoadError, TransportError, Unavailable
 from zbus.ids import Incarnation, WorkerName, new_incarnation
@@ -36,6 +40,7 @@ from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Outcom
 from zbus.runtime.context import Context
 from zbus.runtime.executor import Executor
 from zbus.runtime.loader import digest_of, load_engine
+from zbus.runtime.refs import WorkerRefs
 from zbus.trace import control
 from zbus.trace.config import TraceConfig
 from zbus.trace.tracer import Tracer, use_tracer
@@ -105,6 +110,7 @@ class InlinePeer:
         self._role = role
         self._trial_dir = trial_dir
         self._context: Context | None = None
+        self.refs: WorkerRefs | None = None  # set by the runtime, as the executor
         self.executor: _InlineExecutor = None  # type: ignore[assignment]  # set by the runtime, which it answers to
 
     def __repr__(self) -> str:
@@ -148,6 +154,7 @@ class InlinePeer:
                 trial_dir=self._trial_dir,
                 env={**os.environ, **self._role.env},
                 tracer=self.executor.tracer,
+                _refs=self.refs,
             )
             with _as_rank(self.executor.tracer):
                 engine.setup(context)
@@ -189,6 +196,7 @@ class InlinePeer:
             "state": "busy" if calls else "idle",
             "call": calls[0] if calls else None,
             "threads": threading.active_count(),
+            **({} if self.refs is None else self.refs.desk.statistics()),
         }
 
 
@@ -254,6 +262,8 @@ class InlineRuntime:
 
     Attributes:
         rosters: The roles by name.
+        link: How the ranks' values are reached.
+        desk: What this process keeps apart from the ranks.
     """
 
     def __init__(self, trial: TrialDir | None = None, trace: TraceConfig | None = None) -> None:
@@ -267,6 +277,8 @@ class InlineRuntime:
         self._interrupt: BaseException | None = None
         self._timer = _NEVER
         self._closed = False
+        self.link = InlineRefs(self._peers)
+        self.desk = self.link.desk(Owner("controller", 0, 0), inlines=True)
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
@@ -305,9 +317,11 @@ class InlineRuntime:
 
     def _add_rank(self, name: WorkerName, mesh: Mesh, role: Role) -> InlinePeer:
         peer = InlinePeer(name, mesh, role, self._trial_dir)
+        peer.refs = WorkerRefs(self.link.desk(Owner(name.role, name.rank, peer.incarnation)), self.link)
         peer.executor = _InlineExecutor(
-            name=str(name), incarnation=peer.incarnation, answers=_Answers(self, peer), builtins=peer.builtins()
-        )
+            name=str(name), incarnation=peer.incarnation, answers=_Answers(self, peer), builtins=peer.builtins(),
+            refs=peer.refs,
+        )  # fmt: skip
         taken = any((tracer.role, tracer.rank) == (name.role, name.rank) for tracer in control.tracers())
         if self._trace is not None and not taken:  # another trial of this process may have such a rank
             peer.executor.tracer = control.configure(
@@ -351,6 +365,8 @@ class InlineRuntime:
             except BaseException as error:  # noqa: BLE001  # the other engines must be torn down too
                 errors.append(error)
             peer.executor.close()
+            if peer.refs is not None:
+                peer.refs.close()
             if peer.executor.tracer is not None:
                 control.reset(peer.name.role, peer.name.rank)
         if errors:
@@ -564,6 +580,42 @@ class InlineRuntime:
             self._end_all(request, outcome)  # first: what the cancelled method says then comes too late
             if running:
                 request.peer.executor.cancel(CancelRunning(execute.session, execute.lane, execute.seq))
+
+
+class InlineRefs:
+    """Reaches what the ranks of this process keep; see ``controller.refs.Link`` and ``zbus.data.desk.Carriage``."""
+
+    def __init__(self, peers: Sequence[InlinePeer]) -> None:
+        self._peers = peers
+
+    def desk(self, owner: Owner, *, inlines: bool = False) -> Desk:
+        """Return where a rank, or this controller, keeps values: in memory of its own."""
+        return Desk(owner, Courier(None, 0), carriage=self, inlines=inlines)
+
+    def ask(self, ref: Ref, question: tuple[Any, ...], _deadline_ns: int) -> Mapping[str, Any]:
+        """Ask the rank that keeps a value."""
+        for peer in self._peers:
+            if peer.refs is not None and peer.refs.desk.is_mine(ref):
+                return peer.refs.desk.answer(*question)
+        return {"gone": "its process is gone"}
+
+    def tell(self, tell: Tell, done: Callable[[bool | None], None]) -> None:
+        """Tell a rank what is let go."""
+        for peer in self._peers:
+            if peer.refs is not None and (peer.name.role, peer.name.rank, peer.incarnation) == tell.owner:
+                peer.refs.desk.release(_SESSION, tell.claims, tell.numbers)
+                done(True)  # noqa: FBT003  # a callback of one argument
+                return
+        done(None)
+
+    def offer(self, buffers: Buffers) -> Any:
+        """Hand over the buffers themselves."""
+        return buffers
+
+    def fetch(self, _ref: Ref, offered: Any, _deadline_ns: int) -> Buffers:
+        """Take what was handed over."""
+        taken: Buffers = offered
+        return taken
 
 
 _KINDS: Final = {

@@ -5,7 +5,7 @@ See ``docs/reference/codec.md`` for what is carried and how it arrives.
 
 from __future__ import annotations
 
-from zbus.codec import stdlib
+from zbus.codec import refs, stdlib
 from zbus.codec.classes import register, registered
 from zbus.codec.decoder import decode, decode_calls
 from zbus.codec.encoder import (
@@ -19,6 +19,7 @@ from zbus.codec.encoder import (
 )
 from zbus.codec.exceptions import describe_exception, rebuild_exception, register_exception
 from zbus.codec.limits import DEFAULT_LIMITS, Limits
+from zbus.codec.refs import Ref
 from zbus.protocol.messages import Buffer
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Buffer",
     "Keep",
     "Limits",
+    "Ref",
     "decode",
     "decode_calls",
     "describe_exception",
@@ -42,3 +44,4 @@ __all__ = [
 ]
 
 stdlib.install()
+refs.install()

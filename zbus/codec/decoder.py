@@ -49,7 +49,7 @@ class Lender(Protocol):
 class Decoder:
     """The state of one ``decode`` call."""
 
-    __slots__ = ("buffers", "containers", "limits", "open_marks", "owned", "used")
+    __slots__ = ("buffers", "containers", "limits", "open_marks", "owned", "refs", "used")
 
     def __init__(self, buffers: Sequence[Buffer], limits: Limits, owned: bool) -> None:  # noqa: FBT001  # a keyword costs
         self.buffers = buffers
@@ -58,6 +58,7 @@ class Decoder:
         self.open_marks = 0
         self.containers = 0
         self.used: set[int] = set()
+        self.refs: list[Any] | None = None
 
     def ext(self, code: int, data: bytes) -> Any:
         """Turn an ext type into a mark or a big integer."""
@@ -134,6 +135,12 @@ class Decoder:
             return self._buffer(operand)
         raise CodecError(_FIELD_ERRORS)
 
+    def raw_buffer(self, operand: Any) -> memoryview:
+        """Return the buffer an operand names; what keeps its memory alive is behind it."""
+        if type(operand) is not int:
+            raise CodecError(_FIELD_ERRORS)
+        return self._buffer(operand)
+
     def _buffer(self, index: int) -> memoryview:
         if not 0 <= index < len(self.buffers):
             msg = f"buffer {index} was announced, {len(self.buffers)} came"
@@ -145,7 +152,13 @@ class Decoder:
         return memoryview(self.buffers[index]).cast("B")
 
 
-def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT_LIMITS, owned: bool = False) -> Any:
+def decode(
+    frames: Sequence[Buffer],
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+    owned: bool = False,
+    refs: list[Any] | None = None,
+) -> Any:
     """Return the value that ``encode`` turned into ``frames``. Any thread may call.
 
     Arrays are always writable and nobody else's: their memory is copied out of the frames, except with ``owned``.
@@ -155,6 +168,7 @@ def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT_LIMITS, owned: 
         limits: Bounds of depth, counts and bytes.
         owned: The caller gives the frames up. Arrays then live in the memory of those that are writable, uncopied.
             Never set it for frames that are kept, sent again or decoded again.
+        refs: Is given each ``Ref`` that the value holds.
 
     Raises:
         CodecError: The frames are not exactly one valid value within the limits. Nothing else escapes.
@@ -165,6 +179,7 @@ def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT_LIMITS, owned: 
             return _read_scalar(body)  # a lone number, text or bytes: no hooks to call, nothing to count
         body, buffers = _open(frames, limits)
         state = Decoder(buffers, limits, owned)
+        state.refs = refs
         value = msgpack.unpackb(
             body,
             ext_hook=state.ext,
@@ -192,7 +207,7 @@ def decode(frames: Sequence[Buffer], *, limits: Limits = DEFAULT_LIMITS, owned: 
     return value
 
 
-def decode_calls(frames: Sequence[Buffer]) -> Any:
+def decode_calls(frames: Sequence[Buffer], refs: list[Any] | None = None) -> Any:
     """Return the calls of a request, ``[[name, args, kwargs], …]``: as ``decode``, but cheaper for short plain ones.
 
     Raises:
@@ -204,10 +219,10 @@ def decode_calls(frames: Sequence[Buffer]) -> Any:
             try:
                 calls = _read_calls(body)
             except msgspec.DecodeError:  # a keyword, or no calls at all: the whole decoder tells
-                return decode(frames)
+                return decode(frames, refs=refs)
             if _SCALARS.issuperset(map(type, itertools.chain.from_iterable(map(_ARGUMENTS, calls)))):
                 return calls
-    return decode(frames)
+    return decode(frames, refs=refs)
 
 
 _SCALARS: Final = frozenset({type(None), bool, int, float, str, bytes})

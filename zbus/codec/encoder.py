@@ -61,7 +61,7 @@ Keep = Callable[[memoryview | bytes], Buffer]
 class Encoder:
     """The state of one ``encode`` call: buffers met so far and the current depth."""
 
-    __slots__ = ("buffer_bytes", "buffers", "depth", "keep", "limits")
+    __slots__ = ("buffer_bytes", "buffers", "depth", "keep", "limits", "refs")
 
     def __init__(self, limits: Limits, keep: Keep = memoryview) -> None:
         self.limits = limits
@@ -69,6 +69,7 @@ class Encoder:
         self.depth = 0
         self.buffers: list[Buffer] = []
         self.buffer_bytes = 0
+        self.refs: list[Any] | None = None
 
     def prepare(self, value: Any) -> Any:
         """Return ``value`` in terms that msgpack carries exactly.
@@ -111,7 +112,12 @@ class Encoder:
 
 
 def encode(
-    value: Any, *, limits: Limits = DEFAULT_LIMITS, snapshot: bool = False, keep: Keep | None = None
+    value: Any,
+    *,
+    limits: Limits = DEFAULT_LIMITS,
+    snapshot: bool = False,
+    keep: Keep | None = None,
+    refs: list[Any] | None = None,
 ) -> list[Buffer]:
     """Return ``value`` as frames ``[body, buffer 0, …]``, each contiguous. Any thread may call.
 
@@ -124,6 +130,7 @@ def encode(
         snapshot: Copy arrays instead of viewing them.
         keep: Makes the frame for the memory of an array, in place of a view or a copy of it; the decoding side must
             get the same bytes from it.
+        refs: Is given each ``Ref`` that the value holds.
 
     Raises:
         CodecError: A part of it cannot be carried exactly or exceeds a limit; ``path`` names that part.
@@ -132,6 +139,7 @@ def encode(
     if plain is not None:
         return [plain]
     state = Encoder(limits, keep or (bytes if snapshot else memoryview))
+    state.refs = refs
     try:
         body = _pack(state.prepare(value))
     except CodecError as error:
@@ -198,6 +206,7 @@ def encode_call(
     *,
     snapshot: bool = False,
     keep: Keep | None = None,
+    refs: list[Any] | None = None,
 ) -> list[Buffer]:
     """Return the body of a request with one call: ``encode([[name, list(args), kwargs]])``, but cheaper for plain ones.
 
@@ -207,7 +216,7 @@ def encode_call(
     plain = None if kwargs else encode_plain_call(name, args)
     if plain is not None:
         return plain
-    return encode([[name, list(args), dict(kwargs)]], snapshot=snapshot, keep=keep)
+    return encode([[name, list(args), dict(kwargs)]], snapshot=snapshot, keep=keep, refs=refs)
 
 
 # -- packing -------------------------------------------------------------------------------------------------------

@@ -332,7 +332,11 @@ def _construct(
         candidates += [(builtin, choice, _extra(desc, builtin)) for choice in _arguments(desc, args, text)]
     for name, arguments, attributes in candidates:
         try:
-            return _instance(name, arguments, {**attributes, **fields})
+            # Of an error of zbus's own, what its reader can do and what is known.
+            hint, facts = attributes.get("hint"), attributes.get("facts")
+            more: dict[str, Any] = {"hint": hint} if isinstance(hint, str) else {}
+            more |= {"facts": facts} if isinstance(facts, dict) else {}
+            return _instance(name, arguments, {**attributes, **fields, **more})
         except Exception:  # noqa: BLE001, S112  # a class that refuses these arguments: try the next
             continue
     return _instance("", (fields["message"],), fields)

@@ -52,6 +52,8 @@ class Kind(enum.IntEnum):
     ENUM = 33  # tag, member name
     FLAG = 34  # tag, integer
     NAMEDTUPLE = 35  # tag, items
+    REF = 40  # see zbus.codec.refs
+    KEPT = 41  # chosen rows, body, buffer indices
     NDARRAY = 48  # dtype, bin or buffer index, dimensions
     NDARRAY_F = 49  # the same in column-major order
     NPSCALAR = 50  # dtype, bytes

@@ -142,14 +142,18 @@ class TraceConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True)
 
 
 class DataConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """How arrays travel between processes of one host.
+    """How arrays travel between processes of one host, and what processes keep for others.
 
     Attributes:
         shared_memory: Most bytes of shared memory that one process lends; half of ``/dev/shm`` where not given. 0: none
             is used, arrays go through sockets.
+        refs: Most bytes that one process keeps for Refs; half of what it may lend where not given.
+        ref_lease: How long a process keeps the values of a controller that is silent.
     """
 
     shared_memory: Size | None = None
+    refs: Size | None = None
+    ref_lease: Limit = 60.0
 
 
 class LogConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -44,6 +44,7 @@ class Courier:
         self._presence = presence
         self._limit = limit
         self._near: dict[str, bool] = {}
+        self._left: set[str] = set()
         self._answers: dict[str, Keep] = {}
         self._making = threading.Lock()
         self._arena_made: Arena | None = None
@@ -86,6 +87,14 @@ class Courier:
             root = self._presence.path.parent
             near = self._near[token] = is_token(token) and lives(root, token)
         return near
+
+    def has_left(self, token: str) -> bool:
+        """Tell whether a process of this host that was near has ended since, also if nobody was told of it."""
+        if self._presence is None or not token:
+            return False
+        if token not in self._left and self._near.get(token, False) and not lives(self._presence.path.parent, token):
+            self._left.add(token)
+        return token in self._left
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 
@@ -140,6 +149,20 @@ class Courier:
         """Return frames that anybody can read; the memory behind them stays for as long as they do."""
         return [frame.arena.view(frame) if type(frame) is Lease else frame for frame in frames]
 
+    def lent(self, data: memoryview | bytes) -> Buffer:
+        """Return what stands for memory that is kept: a lease with a copy of it in shared memory, or a private copy."""
+        if self._presence is not None and len(data) >= SHARED_FROM:
+            lease = self._arena().lend(data)
+            if lease is not None:
+                return lease
+        return bytes(data)
+
+    def room(self) -> int:
+        """Return how many bytes this process may lend; without shared memory, half of the memory of the host."""
+        if self._presence is not None:
+            return self._limit
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
     def empty(self, shape: Sequence[int] | int, dtype: Any) -> np.ndarray[Any, Any]:
         """Return an array to fill, in shared memory where there is room; see ``Controller.empty``."""
         import numpy as np
@@ -176,6 +199,8 @@ class Courier:
         """A peer is gone: drop what we keep of its memory, and what it left behind."""
         if self._presence is None or not self._near.pop(token, False):
             return
+        if not lives(self._presence.path.parent, token):
+            self._left.add(token)
         self._answers.pop(token, None)
         if self._loans_made is not None:
             self._loans_made.forget(token)

@@ -28,6 +28,7 @@ _FRESH_S: Final = 60.0
 """A directory without a lock is one that is being made, for so long."""
 
 _TRIES: Final = 20
+_UNMADE: Final = "lock.new"
 
 _ours: set[str] = set()
 _ours_lock: Final = threading.Lock()
@@ -71,8 +72,10 @@ class Presence:
         """
         try:
             path = cls._make(root)
-            descriptor = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            # Locked before it bears its name: a lock that nobody holds yet would say that its process is gone.
+            descriptor = os.open(path / _UNMADE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.lockf(descriptor, fcntl.LOCK_EX)
+            (path / _UNMADE).rename(path / "lock")
         except OSError as error:
             msg = f"no shared memory in {root}: {error.strerror or error}"
             raise TransportError(msg) from error

@@ -87,6 +87,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         trace: ``off``, ``rpc`` or ``full``.
         orphans: What ranks do without a controller: ``exit`` or ``wait``.
         shared_memory: Most bytes of shared memory a rank lends; None for its own default, 0 for none.
+        refs: Most bytes a rank keeps for Refs; None for its own default.
+        ref_lease_s: How long it keeps those of a holder that is silent.
         digest: Digest of the job, to notice that two sides mean different ones.
         arguments: The engine's arguments, codec-encoded, base64: what a successor of this controller needs to create
             an engine anew. Empty where they hold arrays or are long; such ranks cannot be restarted after a takeover.
@@ -108,6 +110,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     trace: str = "rpc"
     orphans: str = "exit"
     shared_memory: int | None = None
+    refs: int | None = None
+    ref_lease_s: float = 60.0
     digest: str = ""
     arguments: str = ""
 

@@ -14,6 +14,9 @@ from zbus.errors import ConfigError
 if TYPE_CHECKING:
     import socket
 
+    from zbus.codec import Ref
+    from zbus.runtime.refs import WorkerRefs
+
 __all__ = ["Context"]
 
 
@@ -48,6 +51,7 @@ class Context:
     master_port: int = 0
     _store: Any = None
     _empty: Callable[[Sequence[int] | int, Any], Any] | None = None
+    _refs: WorkerRefs | None = None
 
     @property
     def coords(self) -> dict[str, int]:
@@ -69,6 +73,36 @@ class Context:
         import numpy as np
 
         return np.empty(shape, dtype)
+
+    def put(self, value: Any) -> Ref:
+        """Keep a value here and return its handle, to be answered or stored: whoever uses it gets the value from here.
+
+        Inside a call it is kept for the caller, until ``release``, the end of the caller's scope that got the handle,
+        or the caller's end; outside one (in ``setup``) until ``release`` or the end of this process. Any thread.
+
+        Raises:
+            CodecError: The value cannot be carried.
+            RefLimitError: This rank keeps as much as it may (``data.refs``).
+        """
+        return self._kept().put(value)
+
+    def get(self, ref: Ref) -> Any:
+        """Return the value of a handle; arrays are read-only. Blocks. Handles in a call's arguments are opened already.
+
+        Raises:
+            RefLostError: Its owner is gone, or it was released.
+        """
+        return self._kept().get(ref)
+
+    def release(self, ref: Ref) -> None:
+        """Let go of a value that this rank keeps."""
+        self._kept().release(ref)
+
+    def _kept(self) -> WorkerRefs:
+        if self._refs is None:
+            msg = f"{self.role}/{self.rank} keeps no values: it was made without a bus"
+            raise ConfigError(msg)
+        return self._refs
 
     def port(self, index: int = 0) -> int:
         """Return extra port number ``index``: bound and listening already, so nobody else can take it.

@@ -34,6 +34,7 @@ from zbus.protocol.journal import LaneRing
 from zbus.protocol.messages import Buffer, Buffers, CancelRunning, Execute, Kind, Status, StreamCredit
 from zbus.runtime.batches import Holding, refuse_stream, run_batch
 from zbus.runtime.gil import name_thread
+from zbus.runtime.specials import Refs, Special, SpecialCalls, with_specials
 from zbus.runtime.stopping import CurrentCall, running, task_call
 from zbus.runtime.streams import RunningStream
 from zbus.runtime.watchdog import Handler
@@ -135,6 +136,7 @@ class Executor:
         builtins: The bus's own methods by full name (``zbus.ping`` …).
         rings: Gives the crash journal's ring of a session's lane; None where there is no journal. Any thread.
         arrays: Opens and makes frames of large arrays; None where they travel in the messages.
+        refs: Opens handles and keeps results; None: neither can be.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class Executor:
         builtins: Mapping[str, Builtin],
         rings: Callable[[bytes, str], LaneRing] | None = None,
         arrays: Arrays | None = None,
+        refs: Refs | None = None,
     ) -> None:
         self.name = name
         self.incarnation = incarnation
@@ -153,6 +156,7 @@ class Executor:
         self._holding: Holding | None = cast("Holding", answers) if hasattr(answers, "hold") else None
         self._rings = rings
         self._arrays = arrays
+        self._refs = refs
         self._unkept = LaneRing.unkept()
         self._builtins = dict(builtins)
         self._engine: Engine | None = None
@@ -297,7 +301,8 @@ class Executor:
 
     def _run_batch(self, request: Execute, calls: list[Any], started: int) -> None:
         holding = self._holding
-        if holding is not None and request.lane == "main" and failpoints.active is None:
+        plain = type(calls) is not SpecialCalls
+        if plain and holding is not None and request.lane == "main" and failpoints.active is None:
             ring = self._unkept if self._rings is None else self._rings(request.session, request.lane)
             run_batch(self, holding, request, calls, ring, started, traced=get_tracer().rpc)
             return
@@ -336,6 +341,9 @@ class Executor:
         marks = self._marks(request)
         try:
             function = self.resolve(request, method)
+            special = calls.specials.get(index) if type(calls) is SpecialCalls else None
+            if special is not None:
+                args, kwargs = self._prepared(request, special, args, kwargs)
             marks.begin(seq)
             try:
                 value = function(*args, **kwargs)
@@ -347,6 +355,8 @@ class Executor:
                 raise
             marks.end(seq)
             ended = time.monotonic_ns()
+            if special is not None:
+                value = self._kept(request, special, method, value)
             frames = self.encode_answer(request, value)
             # What it was called with goes before the caller hears of it: memory of this host can be used again at once.
             value = args = kwargs = None
@@ -483,6 +493,9 @@ class Executor:
         marks = self._marks(request)
         try:
             function = self.resolve(request, method)
+            special = calls.specials.get(index) if type(calls) is SpecialCalls else None
+            if special is not None:
+                args, kwargs = await self._beside(self._prepared, request, special, args, kwargs)
             spec = self._table.get(method)
             if spec is not None and not spec.is_async:
                 value = await self._run_beside(request, call, function, args, kwargs)
@@ -499,6 +512,8 @@ class Executor:
                     raise
                 marks.end(seq)
             ended = time.monotonic_ns()
+            if special is not None:
+                value = self._kept(request, special, method, value)
             frames = self.encode_answer(request, value)
             value = args = kwargs = None  # as in _run_one
             marks.answered(seq, frames)
@@ -508,6 +523,13 @@ class Executor:
         finally:
             running.pop(id(call), None)
         return self._answer(request, index, method, frames, started, decoded, ended)
+
+    @staticmethod
+    async def _beside(function: Callable[..., Any], *args: Any) -> Any:
+        """Run something that may wait on a thread of the loop's pool."""
+        import asyncio
+
+        return await asyncio.get_running_loop().run_in_executor(None, function, *args)
 
     async def _run_beside(
         self, request: Execute, call: CurrentCall, function: Callable[..., Any], args: Any, kwargs: Any
@@ -570,15 +592,34 @@ class Executor:
             if len(frames) > 1 and self._arrays is not None:
                 left_ns = None if request.deadline_ns is None else request.deadline_ns - time.monotonic_ns()
                 frames = self._arrays.opened(frames, request.session, None if left_ns is None else left_ns / 1e9)
-            calls = decode_calls(frames)
-            if type(calls) is not list or len(calls) != request.calls or set(map(len, calls)) != _PARTS:
+            refs: list[Any] = []
+            calls = decode_calls(frames, refs)
+            if type(calls) is not list or len(calls) != request.calls:
                 msg = f"a request of {request.calls} calls holds {len(calls)}"  # or none: [[method, args, kwargs], …]
                 raise ValueError(msg)
+            if refs or set(map(len, calls)) != _PARTS:
+                return with_specials(calls, fills=bool(refs))
         except Exception as error:  # a body that is not one: the caller's fault, told to the caller  # noqa: BLE001
             for index in range(request.calls):
                 self.fail(request, index, "?", error, time.monotonic_ns(), 0)
             return None
         return calls
+
+    def _prepared(self, request: Execute, special: Special, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of a special call; what fails here fails before the method starts."""
+        refs = self._refs
+        if refs is None:
+            msg = f"{self.name} takes and keeps no Refs"
+            raise TypeError(msg)
+        if special.claim is not None:
+            refs.check()
+        return refs.fill((args, kwargs), request.deadline_ns) if special.fills else (args, kwargs)
+
+    def _kept(self, request: Execute, special: Special, method: str, value: Any) -> Any:
+        """Return the handle of a result that stays here, or the result itself."""
+        if special.claim is None or self._refs is None:
+            return value
+        return self._refs.keep(value, request.session, special.claim, method)
 
     def encode_answer(self, request: Execute, value: Any) -> list[Buffer]:
         """Return the frames of an answer; arrays in it may change afterwards."""

@@ -21,11 +21,13 @@ from typing import Any, Final
 
 from zbus import failpoints, names
 from zbus.clock import boot_id, time_namespace
+from zbus.codec import Ref
 from zbus.data.courier import Courier
+from zbus.data.desk import Desk, Owner
 from zbus.data.porter import Porter
 from zbus.engine import Engine, Mesh, endpoints_of, lanes_of, table_to_wire
 from zbus.errors import EngineLoadError
-from zbus.ids import WorkerName
+from zbus.ids import WorkerName, new_session
 from zbus.protocol.messages import PROTOCOL_VERSION, CancelRunning, Execute, Kind, Status, StreamCredit
 from zbus.registry.file import FileRegistry
 from zbus.registry.identity import pid_space
@@ -38,13 +40,15 @@ from zbus.runtime.journal import CrashJournal, journal_file
 from zbus.runtime.leaseword import LeaseWord
 from zbus.runtime.loader import digest_of, load_engine
 from zbus.runtime.memory import SessionArrays
-from zbus.runtime.processes import start_time
+from zbus.runtime.processes import describe_exit, start_time
+from zbus.runtime.refs import Asker, WorkerRefs
 from zbus.runtime.stacks import StackFile, describe_threads
 from zbus.runtime.watchdog import Handler, Watchdog
 from zbus.trace import control
 from zbus.trace.config import TraceConfig
 from zbus.trace.tracer import get_tracer
 from zbus.transport.bulk import Bulk
+from zbus.transport.client import Client
 from zbus.transport.endpoints import RuntimeDir, bind_endpoints
 from zbus.transport.security import ProcessKeys
 from zbus.transport.server import Server
@@ -166,6 +170,14 @@ class _Host:
         self.journal = self._open_journal()
         self.bulk = Bulk(self.factory)
         self.porter = Porter(Courier.enter(config.job.shared_memory), self.bulk)
+        self.desk = Desk(
+            Owner(config.role, config.rank, config.incarnation),
+            self.porter.courier,
+            limit=config.job.refs,
+            lease_s=config.job.ref_lease_s,
+            is_over=self._holder_is_over,
+        )
+        self.refs = WorkerRefs(self.desk, Asker(self._connect_to_owners, self._owner_is_gone, self.porter.courier))
         self.executor = Executor(
             name=str(self.name),
             incarnation=config.incarnation,
@@ -173,6 +185,7 @@ class _Host:
             builtins=self._builtins(),
             rings=None if self.journal is None else self.journal.ring,
             arrays=SessionArrays(self.porter, self.server.reach_of),
+            refs=self.refs,
         )
         self.watchdog = Watchdog()
         self.watchdog.watch(self._bus_handler)
@@ -200,6 +213,7 @@ class _Host:
             "ipc" if use_ipc else "tcp", f"data-{config.rank}", runtime_dir=runtime, host=config.bind_host
         ):
             self.bulk.bind(endpoint)
+        self.desk.owner.endpoints["ctl"] = bound["ctl"]
         self.server.start()
         name_thread("bus", self.server.bus_thread)
         self.watchdog.start()
@@ -247,6 +261,7 @@ class _Host:
             time.sleep(_LEAVE_S)  # the last answer is with libzmq's own thread; sockets close without LINGER
             self.watchdog.close()
             self.executor.close()
+            self.refs.close()
             self.server.close()
             self.bulk.close()
             self.porter.leave()
@@ -288,6 +303,8 @@ class _Host:
             "ctl:zbus.adopt": self._adopt,
             "ctl:zbus.config_perf_tracer": self._config_tracer,
             "ctl:zbus.save_perf_tracer": self._save_tracer,
+            "ctl:zbus.ref_open": self.desk.answer,
+            "ctl:zbus.ref_release": self.refs.asked_to_release,
             "main:zbus.create_engine": self._create_engine,
             "main:zbus.destroy_engine": self._teardown,
             "main:zbus.barrier": lambda: None,
@@ -342,6 +359,7 @@ class _Host:
             "refused": self.server.statistics(),
             "slow_handlers": self.watchdog.facts(),
             **self.porter.statistics(),
+            **self.desk.statistics(),
         }
 
     def _orphans(self) -> list[dict[str, Any]]:
@@ -419,7 +437,23 @@ class _Host:
             master_addr=config.master_addr,
             master_port=config.master_port,
             _empty=self.porter.empty,
+            _refs=self.refs,
         )
+
+    # -- values kept for others ----------------------------------------------------------------------------------
+
+    def _holder_is_over(self, session: bytes) -> bool:
+        return not self.server.knows(session) or self.porter.courier.has_left(self.server.reach_of(session).memory)
+
+    def _connect_to_owners(self) -> Client:
+        return Client(session=new_session(), epoch=0, factory=self.factory, name=str(self.name))
+
+    def _owner_is_gone(self, ref: Ref) -> str:
+        """Say why the owner of a handle is gone: its agent wrote of its exit, or it left this host's memory."""
+        ended = self.records.exit(ref.role, ref.rank, ref.incarnation)
+        if ended is not None:
+            return f"it has ended, {describe_exit(ended.exit_code, ended.signal)}"
+        return "its process is gone" if self.porter.courier.has_left(ref.memory) else ""
 
     def _teardown(self) -> None:
         engine = self.executor.remove()

@@ -1,5 +1,6 @@
 """Arrays in shared memory, between real processes: seen whole, used again in time, lost with nobody."""
 
+import fcntl
 import gc
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from zbus.codec import decode, encode
 from zbus.data.arena import leaves_room
 from zbus.data.courier import Courier
 from zbus.data.lease import DESCRIPTOR, MAGIC, Lease
-from zbus.data.presence import lives, sweep
+from zbus.data.presence import Presence, lives, sweep
 from zbus.errors import CodecError
 
 SIZE = 1 << 20
@@ -216,6 +218,22 @@ def test_leftovers_of_the_killed_are_swept_and_of_the_living_not(root, courier):
         assert not lives(root, reader.token)
         assert sweep(root) == 1
         assert [entry.name for entry in root.iterdir()] == [courier.token]
+
+
+def test_a_process_that_enters_is_never_swept_by_another_that_does(root, monkeypatch):
+    """Whatever moment a sweep comes at, a directory without a held lock is one that is being made."""
+    swept = []
+    code = f"from pathlib import Path; from zbus.data.presence import sweep; print(sweep(Path({str(root)!r})))"
+
+    def lockf(descriptor, operation):
+        swept.append(subprocess.check_output([sys.executable, "-c", code], text=True).strip())
+        return fcntl.lockf(descriptor, operation)
+
+    monkeypatch.setattr("zbus.data.presence.fcntl", types.SimpleNamespace(**{**vars(fcntl), "lockf": lockf}))
+    presence = Presence.enter(root)
+    assert swept == ["0"]
+    assert (presence.path / "lock").exists()
+    presence.leave()
 
 
 def test_a_forked_child_neither_keeps_nor_removes(root):

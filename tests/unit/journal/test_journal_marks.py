@@ -186,7 +186,7 @@ def test_arguments_go_before_the_caller_hears_of_the_end(
     """Whoever is answered finds the memory of what it sent free again."""
     method = "add" if lane == "main" else "sync_there"
     given = request((method, ()), lane=lane)
-    monkeypatch.setattr("zbus.runtime.executor.decode_calls", lambda _: [[method, [], {"given": Argument()}]])
+    monkeypatch.setattr("zbus.runtime.executor.decode_calls", lambda *_: [[method, [], {"given": Argument()}]])
     monkeypatch.setitem(executor._functions, method, lambda given: None)
     (executor.run_main if lane == "main" else executor.dispatch)(given)
     wait_until(lambda: story and story[-1][0] == "finish", what="the end of the call")

@@ -1,0 +1,470 @@
+"""The controller's handles: values that ranks keep for it, values that it keeps itself, and when they may go.
+
+A value is held by a ``Hold``; the handles of it share one, and so do calls under way that have it as an argument. It
+goes when the last of them is dropped, with its scope, or by ``Ref.release``; the owner is told by a short message,
+again until it has acknowledged, and hears of this controller while anything of it is held (``zbus.data.holds``).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, Protocol
+
+from controller.background import shared
+from zbus.codec import Ref, decode, encode
+from zbus.codec.refs import lost
+from zbus.data.desk import Desk, fill
+from zbus.data.holds import Holds, Tell
+from zbus.errors import RefLimitError, Unavailable, ZbusError
+from zbus.protocol.messages import Outcome, OutcomeKind
+from zbus.transport.client import Client, PeerState
+
+__all__ = ["Claim", "ClientLink", "Hold", "Link", "RefBook", "Scope"]
+
+_ASK_S: Final = 300.0
+_TELL_S: Final = 10.0
+_AGAIN_S: Final = 0.5
+"""How soon an owner is told again that did not acknowledge."""
+
+Key = tuple[str, int, int]
+"""Role, rank and incarnation of an owner."""
+
+
+def key_of(peer: Any) -> Key:
+    """Return who a peer is."""
+    return peer.name.role, peer.name.rank, peer.incarnation
+
+
+class Link(Protocol):
+    """How owners are reached."""
+
+    def ask(self, ref: Ref, question: tuple[Any, ...], deadline_ns: int) -> Mapping[str, Any]:
+        """Return what ``Desk.answer`` of the owner of a handle says.
+
+        Raises:
+            RefLostError: It is gone, or does not answer in time.
+        """
+        ...
+
+    def tell(self, tell: Tell, done: Callable[[bool | None], None]) -> None:
+        """Tell an owner what is let go, then call ``done``: True if it heard, False if not, None if it is gone."""
+        ...
+
+
+class Hold:
+    """Keeps what one call made on one rank. Dropped with the last handle of it, or by ``release``. Thread-safe."""
+
+    __slots__ = ("__weakref__", "_book", "_claim", "_lock", "_owners", "_pins", "_released", "nbytes")
+
+    def __init__(self, book: RefBook, claim: int) -> None:
+        self._book = book
+        self._claim = claim
+        self._owners: list[Hashable] = []
+        self._lock = threading.Lock()
+        self._pins = 0
+        self._released = False
+        self.nbytes = 0
+
+    def placed_on(self, owner: Hashable) -> None:
+        """The call was sent to one more incarnation of its rank."""
+        with self._lock:
+            self._owners.append(owner)
+        self._book.took(owner)
+
+    @property
+    def released(self) -> bool:
+        """Whether it was let go."""
+        return self._released
+
+    def pin(self) -> None:
+        """A call under way needs the value."""
+        with self._lock:
+            self._pins += 1
+
+    def unpin(self) -> None:
+        """It does not any more."""
+        with self._lock:
+            self._pins -= 1
+            owners = self._take_owners()
+        self._book.let_go(owners, self._claim)
+
+    def release(self) -> None:
+        """Let it go, when no call needs it any more."""
+        with self._lock:
+            self._released = True
+            owners = self._take_owners()
+        self._book.let_go(owners, self._claim)
+
+    def _take_owners(self) -> list[Hashable]:
+        if self._pins or not self._released:
+            return []
+        owners, self._owners = self._owners, []
+        return owners
+
+    def __del__(self) -> None:
+        if self._owners:  # in the garbage collector: nothing is waited for
+            shared().call(partial(self._book.let_go, self._owners, self._claim))
+
+
+def _unpin(holds: Sequence[Any]) -> None:
+    for hold in holds:
+        hold.unpin()
+
+
+class Pins:
+    """Keeps the values that a call under way is given, until ``close``. Thread-safe; dropping it closes it."""
+
+    __slots__ = ("_holds",)
+
+    def __init__(self, holds: Sequence[Any]) -> None:
+        self._holds: Sequence[Any] = holds
+        for hold in holds:
+            hold.pin()
+
+    def close(self) -> None:
+        """Let go: all calls have ended, or none was placed. May be called under the bus's lock; idempotent."""
+        holds, self._holds = self._holds, ()
+        if holds:
+            shared().call(partial(_unpin, holds))
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Claim:
+    """One call whose results are kept: a hold for each rank it is sent to."""
+
+    def __init__(self, book: RefBook, number: int) -> None:
+        self._book = book
+        self.number = number
+        self._holds: dict[int, Hold] = {}
+
+    def placed_on(self, ranks: Sequence[int], peers: Sequence[Any]) -> None:
+        """The call is about to be sent."""
+        for rank, peer in zip(ranks, peers, strict=True):
+            hold = self._holds.get(rank)
+            if hold is None:
+                hold = self._holds[rank] = Hold(self._book, self.number)
+            hold.placed_on(key_of(peer))
+
+    def hold_of(self, ref: Ref) -> Hold | None:
+        """Return what keeps the value of a handle that came as an answer."""
+        return self._holds.get(ref.rank)
+
+
+class _Local:
+    """Keeps a value that this process keeps itself."""
+
+    __slots__ = ("__weakref__", "_desk", "_pins", "_ref", "nbytes", "released")
+
+    def __init__(self, desk: Desk, ref: Ref) -> None:
+        self._desk = desk
+        self._ref = ref.with_fields(kept=None)
+        self._pins = 0
+        self.nbytes = ref.nbytes
+        self.released = False
+
+    def pin(self) -> None:
+        """A call under way has its frames already: nothing to do."""
+
+    def unpin(self) -> None:
+        """As ``pin``."""
+
+    def release(self) -> None:
+        """Let it go."""
+        self.released = True
+        self._desk.drop(self._ref)
+
+    def __del__(self) -> None:
+        if not self.released:
+            shared().call(partial(self._desk.drop, self._ref))
+
+
+class Scope:
+    """Owns what is kept for the block it stands for; all of it is let go at its end. Made by ``Controller.scope``.
+
+    Attributes:
+        limit: Most bytes it may hold, or None.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self._holds: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self.closed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values it holds."""
+        with self._lock:
+            return sum(hold.nbytes for hold in self._holds if not hold.released)
+
+    def add(self, hold: Any) -> None:
+        """Own one more value.
+
+        Raises:
+            RefLimitError: That is more than it may hold; the value is let go.
+        """
+        with self._lock:
+            self._holds.add(hold)
+        if self.closed:
+            hold.release()
+        elif self.limit is not None and (total := self.nbytes) > self.limit:
+            hold.release()
+            msg = f"this scope may hold {self.limit:,} bytes and would hold {total:,}"
+            raise RefLimitError(msg, hint="release Refs in it, end it earlier, or give it more: bus.scope(limit=...)")
+
+    def close(self) -> None:
+        """Let all of it go."""
+        with self._lock:
+            self.closed = True
+            holds = list(self._holds)
+        for hold in holds:
+            hold.release()
+
+
+_scopes: Final[contextvars.ContextVar[tuple[Scope, ...]]] = contextvars.ContextVar("zbus_scopes", default=())
+"""The scopes around the running code, innermost last; set by ``RefBook.scope``."""
+
+
+class RefBook:
+    """What a controller holds. Any thread may call.
+
+    Args:
+        desk: What it keeps itself, and how it opens what others keep.
+        link: How owners are reached.
+        renew_s: How often an owner must hear of this controller while anything of it is held.
+    """
+
+    def __init__(self, desk: Desk, link: Link, *, renew_s: float) -> None:
+        self.desk = desk
+        self._link = link
+        self._holds = Holds(int(renew_s * 1e9))
+        self._renew_s = renew_s
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._pumping = False
+        self._closed = False
+
+    # -- what users call -----------------------------------------------------------------------------------------------
+
+    def put(self, value: Any) -> Ref:
+        """Keep a value in this process; see ``Controller.put``."""
+        ref = self.desk.keep(value)
+        hold = _Local(self.desk, ref)
+        ref.bind(self, hold)
+        self._into_scope(hold)
+        return ref
+
+    def get(self, ref: Ref, timeout: float | None = None) -> Any:
+        """Return the value of a handle, or values in place of the handles in lists, tuples and dicts."""
+        deadline_ns = time.monotonic_ns() + int((_ASK_S if timeout is None else timeout) * 1e9)
+        return fill(ref, lambda one: self._open(one, deadline_ns))
+
+    def release(self, ref: Ref) -> None:
+        """Let go of the value of a handle."""
+        if ref.hold is not None:
+            ref.hold.release()
+        elif self.desk.is_mine(ref):
+            self.desk.drop(ref)
+        else:
+            owner = (ref.role, ref.rank, ref.incarnation)
+            with self._lock:
+                self._holds.take(owner, time.monotonic_ns())
+                self._holds.let_go(owner, number=ref.number)
+            self.let_go([owner], next(self._numbers))
+
+    @contextmanager
+    def scope(self, limit: int | None = None) -> Iterator[Scope]:
+        """Own what is kept from here to the end of the block; see ``Controller.scope``."""
+        made = Scope(limit)
+        token = _scopes.set((*_scopes.get(), made))
+        try:
+            yield made
+        finally:
+            _scopes.reset(token)
+            made.close()
+
+    # -- what calls need -----------------------------------------------------------------------------------------------
+
+    def claim(self) -> Claim:
+        """Return the number under which a call's results are kept."""
+        return Claim(self, next(self._numbers))
+
+    def bind(self, refs: Iterable[Ref], claim: Claim | None) -> None:
+        """Tie handles that came in an answer to this controller, and to what keeps their values.
+
+        Raises:
+            RefLimitError: They are more than the scope may hold.
+        """
+        for ref in refs:
+            hold = None if claim is None else claim.hold_of(ref)
+            ref.bind(self, hold)
+            if hold is not None:
+                hold.nbytes = ref.nbytes
+                self._into_scope(hold)
+
+    @staticmethod
+    def pinned(refs: Iterable[Ref]) -> Pins:
+        """Return what keeps the values of handles that a call is given, until it is closed.
+
+        Raises:
+            RefLostError: One was released.
+        """
+        holds = []
+        for ref in refs:
+            if ref.hold is not None:
+                if ref.hold.released:
+                    raise lost(ref, "it was released")
+                holds.append(ref.hold)
+        return Pins(holds)
+
+    # -- holding -------------------------------------------------------------------------------------------------------
+
+    def took(self, owner: Hashable) -> None:
+        """Something of an owner may be held from now on."""
+        with self._lock:
+            self._holds.take(owner, time.monotonic_ns())
+        self._pump_soon(self._renew_s)
+
+    def let_go(self, owners: Sequence[Hashable], claim: int) -> None:
+        """What a call made there is not held any more."""
+        if not owners or self._closed:
+            return
+        with self._lock:
+            for owner in owners:
+                self._holds.let_go(owner, claim=claim)
+        shared().call(self._pump)
+
+    def close(self) -> None:
+        """Tell nobody anything any more: all owners hear this session's farewell."""
+        self._closed = True
+
+    def _into_scope(self, hold: Any) -> None:
+        scopes = _scopes.get()
+        if scopes:
+            scopes[-1].add(hold)
+
+    def _open(self, ref: Ref, deadline_ns: int) -> Any:
+        if ref.hold is not None and ref.hold.released:
+            raise lost(ref, "it was released")
+        if self.desk.is_mine(ref):
+            return self.desk.local(ref)
+        question = self.desk.question(ref)
+        return self.desk.opened(ref, self._link.ask(ref, question, deadline_ns), deadline_ns)
+
+    def _pump_soon(self, delay_s: float) -> None:
+        with self._lock:
+            if self._pumping or self._closed:
+                return
+            self._pumping = True
+        shared().call(self._pump_again, delay_s)
+
+    def _pump_again(self) -> None:
+        with self._lock:
+            self._pumping = False
+            idle = self._holds.idle
+        if not idle and not self._closed:
+            self._pump()
+            self._pump_soon(self._renew_s)
+
+    def _pump(self) -> None:
+        if self._closed:
+            return
+        with self._lock:
+            tells = self._holds.due(time.monotonic_ns())
+        for tell in tells:
+            try:
+                self._link.tell(tell, partial(self._told, tell))
+            except ZbusError:  # this controller is closing
+                self._told(tell, heard=False)
+
+    def _told(self, tell: Tell, heard: bool | None) -> None:  # noqa: FBT001  # a callback
+        with self._lock:
+            if heard:
+                self._holds.told(tell, time.monotonic_ns())
+            elif heard is None:
+                self._holds.dead(tell.owner)
+            else:
+                self._holds.failed(tell)
+        if heard is False:
+            shared().call(self._pump, _AGAIN_S)
+
+
+class ClientLink:
+    """Reaches ranks over the controller's own connections.
+
+    Args:
+        client: The controller's.
+        peer_of: Returns the connection to a start of a rank while it is the current one, else None.
+    """
+
+    def __init__(self, client: Client, peer_of: Callable[[Key], Any]) -> None:
+        self._client = client
+        self._peer_of = peer_of
+
+    def ask(self, ref: Ref, question: tuple[Any, ...], deadline_ns: int) -> Mapping[str, Any]:
+        """See ``Link``."""
+        client = self._client
+        while True:
+            peer = self._peer_of((ref.role, ref.rank, ref.incarnation))
+            if peer is None:
+                raise lost(ref, "it has ended since")
+            outcomes: list[Outcome] = []
+            left_s = (deadline_ns - time.monotonic_ns()) / 1e9
+            try:
+                client.place(
+                    [peer],
+                    "ctl",
+                    [encode([["zbus.ref_open", question, {}]])],
+                    1,
+                    deadline_s=max(0.001, left_s),
+                    sink=_into(outcomes),
+                )
+            except Unavailable as error:
+                if peer.state is PeerState.DEAD:
+                    raise lost(ref, f"it has ended: {peer.evidence}") from error
+                if left_s <= 0:
+                    raise lost(ref, f"{ref.owner} does not answer: {peer.evidence}") from error
+                client.wait(partial(_is_settled, peer), min(left_s, 1.0))
+                continue
+            client.wait(partial(bool, outcomes), None)
+            outcome = outcomes[0]
+            if outcome.kind is OutcomeKind.OK:
+                answer: Mapping[str, Any] = decode(outcome.payload or ())
+                return answer
+            if outcome.kind is OutcomeKind.APP_ERROR and outcome.payload is not None:
+                raise lost(ref, f"its owner failed to tell where it is: {decode(outcome.payload).get('message', '')}")
+            raise lost(ref, outcome.evidence or "its owner did not answer in time")
+
+    def tell(self, tell: Tell, done: Callable[[bool | None], None]) -> None:
+        """See ``Link``."""
+        owner: Any = tell.owner
+        peer = self._peer_of(owner)
+        if peer is None or peer.state is PeerState.DEAD:
+            done(None)
+            return
+
+        def sink(_member: int, _call: int, outcome: Outcome) -> None:
+            shared().call(partial(done, outcome.kind is OutcomeKind.OK))
+
+        frames = encode([["zbus.ref_release", (list(tell.claims), list(tell.numbers)), {}]])
+        try:
+            self._client.place([peer], "ctl", [frames], 1, deadline_s=_TELL_S, sink=sink)
+        except Unavailable:
+            done(False)  # noqa: FBT003  # a callback of one argument
+
+
+def _is_settled(peer: Any) -> bool:
+    return peer.state in {PeerState.READY, PeerState.DEAD}
+
+
+def _into(outcomes: list[Outcome]) -> Callable[[int, int, Outcome], None]:
+    return lambda _member, _call, outcome: outcomes.append(outcome)

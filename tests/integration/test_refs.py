@@ -1,0 +1,291 @@
+"""Values that stay with the ranks that made them: taken from there by others, and gone when nobody holds them."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from array_engine import digest
+from controller import Controller, Role
+from launching import HERE, launch
+from waiting import scaled, wait_until
+from zbus import RefLimitError, RefLostError, RemoteError
+from zbus.codec import Ref
+from zbus.config import Config
+from zbus.config.schema import DataConfig
+from zbus.data.presence import VARIABLE
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def memory(short_dir, monkeypatch):
+    """Give these processes a place of their own, so that what they leave is seen."""
+    monkeypatch.setenv(VARIABLE, str(short_dir))
+    return short_dir / f"zbus-{os.getuid()}"
+
+
+def keepers(**fields) -> Role:
+    """Return a role of engines that keep and take."""
+    return Role("ref_engine:Keeper", sys_path=[str(HERE)], **{"replicas": 2, **fields})
+
+
+def roles(**fields) -> dict[str, Role]:
+    """Return a role that makes and one that takes."""
+    return {"actor": keepers(**fields), "critic": keepers()}
+
+
+def kept(bus: Controller) -> dict[str, int]:
+    """Return how many values each process keeps."""
+    found = {str(name): status["refs"] for name, status in bus.statuses().items()}
+    return {**found, "controller": bus.report()["refs"]}
+
+
+def until_nothing_is_kept(bus: Controller) -> None:
+    """Wait until no process keeps a value or lends memory."""
+    wait_until(lambda: not any(kept(bus).values()), what="all values to be let go")
+    wait_until(
+        lambda: not any(status.get("shared_lent_bytes", 0) for status in bus.statuses().values()),
+        what="all shared memory to be given back",
+    )
+
+
+def crossed(bus: Controller) -> int:
+    """Return the bytes that this process has read from and written to sockets and files, as the kernel counts them."""
+    facts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(facts["wchar"]) + int(facts["rchar"])
+
+
+def test_results_stay_with_their_ranks_and_others_take_them_from_there(tmp_path, memory):
+    """By option and by declaration; whole, nested, some rows, the caller's own; read-only, and gone when dropped."""
+    with launch(tmp_path, roles()) as bus:
+        actor, critic = bus.group("actor"), bus.group("critic")
+        plain = actor.make(64, 512)
+        refs = actor.make.options(keep=True)(64, 512)
+        assert all(type(ref) is Ref for ref in refs)
+        assert [ref.owner for ref in refs] == ["actor/0", "actor/1"]
+        assert (refs[0].rows, list(refs[0].lengths)) == (64, plain[0]["lengths"].tolist())
+        assert "actor/1 make: dict(ids int64 [64, 512]" in repr(refs[1])
+        assert [ref.method for ref in actor.rollout(1, 1)] == ["rollout"] * 2
+        assert actor.rollout.options(keep=False)(2, 1)[0]["ids"].shape == (2, 1)
+
+        expected = [actor[0].digest(batch) for batch in plain]
+        assert critic.digest(refs[0]) == [expected[0]] * 2
+        assert (
+            critic.digest({"all": [refs[1], (refs[0], 5)], "same": refs[1]})
+            == [{"all": [expected[1], (expected[0], 5)], "same": expected[1]}] * 2
+        )
+        assert actor[0].digest(refs[0]) == expected[0], "its owner too"
+        own = refs[0].get()
+        assert actor[0].digest(own) == expected[0]
+        assert not own["ids"].flags.writeable
+        rows = critic[1].digest(refs[0][10:20])
+        assert rows["ids"] == digest(plain[0]["ids"][10:20])
+        assert rows["texts"] == plain[0]["texts"][10:20]
+        assert bus.get([refs[1].take([5, 3])])[0]["texts"] == ["1.5", "1.3"]
+        del refs, own, plain
+        until_nothing_is_kept(bus)
+    assert not memory.exists()
+
+
+def test_split_over_a_handle_gives_each_rank_its_rows(tmp_path):
+    """By count, uneven, and by the token counts that the value declares; a value without rows goes to nobody."""
+    with launch(tmp_path, roles()) as bus:
+        actor, critic = bus.group("actor"), bus.group("critic")
+        (ref,) = [actor[0].rollout(65, 256)]
+        whole = ref.get()
+        shares = critic.share(ref)
+        assert [share["ids"].shape for share in shares] == [(33, 256), (32, 256)]
+        assert np.array_equal(np.concatenate([share["ids"] for share in shares]), whole["ids"])
+        assert shares[0]["texts"] + shares[1]["texts"] == whole["texts"]
+        balanced = critic.tokens(ref)
+        assert sum(tokens for tokens, _ in balanced) == whole["lengths"].sum()
+        assert abs(balanced[0][0] - balanced[1][0]) <= whole["lengths"].max()
+        assert sorted(balanced[0][1] + balanced[1][1]) == sorted(whole["texts"])
+        with pytest.raises(ValueError, match="different length"):
+            critic.share({"a": ref, "b": [1]})
+
+
+def test_a_value_of_256_mb_does_not_cross_the_controller(tmp_path):
+    """From rank to rank, whole and by rows: less than 10 KB of messages and files of this process per call."""
+    with launch(tmp_path, roles(), config=Config(data=DataConfig(shared_memory=1 << 30))) as bus:
+        actor, critic = bus.group("actor"), bus.group("critic")
+        ref = actor[0].blob.options(keep=True)(256, MIB)
+        assert ref.nbytes > 256 * MIB
+        assert critic[0].corners(ref[0:1]) == [0, 0, 1, MIB], "connections are made"
+        before = crossed(bus)
+        assert critic[0].corners(ref) == [0, 255, 256, MIB]
+        assert critic.parts(ref) == [[0, 127, 128, MIB], [128, 255, 128, MIB]]
+        assert crossed(bus) - before < 2 * 10_000
+
+
+def test_the_controllers_own_values_are_copied_once(tmp_path):
+    """Any number of calls with a handle of ``put`` use the one slot; by rows too; and it goes with its last handle."""
+    with launch(tmp_path, roles()) as bus:
+        critic = bus.group("critic")
+        batch = {"ids": np.arange(MIB).reshape(64, -1), "texts": [str(row) for row in range(64)]}
+        ref = bus.put(batch)
+        batch["ids"] = batch["ids"].copy()
+        before = bus.report()["shared_slots"]
+        for _ in range(5):
+            assert critic.digest(ref) == [critic[0].digest(batch)] * 2
+        assert [share["texts"] for share in critic.share(ref)] == [batch["texts"][:32], batch["texts"][32:]]
+        assert critic[0].digest(ref.take([3, 1]))["texts"] == ["3", "1"]
+        assert bus.report()["shared_slots"] <= before + 1, "those of the plain batches"
+        assert np.array_equal(ref[1:3].get()["ids"], batch["ids"][1:3])
+        assert bus.report()["refs"] == 1
+        del ref
+        until_nothing_is_kept(bus)
+
+
+def test_a_scope_owns_what_is_kept_in_it(tmp_path):
+    """At its end all goes, but calls under way get their arguments; a handle then says so; scopes have limits."""
+    with launch(tmp_path, roles()) as bus:
+        actor, critic = bus.group("actor"), bus.group("critic")
+        outer = actor[0].rollout(4, 4)
+        with bus.scope() as scope:
+            refs = actor.rollout(64, 512)
+            mine = bus.put(np.zeros(MIB))
+            assert scope.nbytes == sum(ref.nbytes for ref in (*refs, mine))
+            future = critic.digest.submit(refs[0])
+            critic.share(refs[1])
+        assert [type(answer) for answer in future.result()] == [dict] * 2
+        for ref in (*refs, mine):
+            with pytest.raises(RefLostError, match="was released"):
+                ref.get()
+        with pytest.raises(RefLostError, match="was released"):
+            critic.digest(refs[1])
+        assert outer.get()["ids"].shape == (4, 4)
+        wait_until(lambda: kept(bus) == {"actor/0": 1, "actor/1": 0, "critic/0": 0, "critic/1": 0, "controller": 0})
+        with bus.scope(limit=MIB) as scope:
+            small = actor[0].rollout(1, 1)
+            with pytest.raises(RefLimitError, match="may hold 1,048,576 bytes"):
+                actor[1].rollout(1024, 512)
+            assert small.get()
+        outer.release()
+        until_nothing_is_kept(bus)
+
+
+def test_a_lost_owner_is_named_and_nothing_is_left(tmp_path, memory):
+    """SIGKILL of the owner: whoever uses the handle learns who it was, what it was, and that the method did not run."""
+    with launch(tmp_path, roles()) as bus:
+        actor, critic = bus.group("actor"), bus.group("critic")
+        refs = actor.rollout(64, 512)
+        assert critic.digest(refs[0])
+        os.kill(bus.statuses()[actor[0]._view.core.roster.peers()[0].name]["pid"], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(ExceptionGroup) as raised:
+            critic.digest(refs[0])
+        assert time.monotonic() - began < scaled(10)
+        for error in raised.value.exceptions:
+            assert isinstance(error, RefLostError)
+            assert isinstance(error, RemoteError)
+            assert (error.owner_role, error.owner_rank, error.made_by) == ("actor", 0, "rollout")
+            assert "actor/0 no longer has what `rollout` made (dict(ids int64 [64, 512]" in str(error)
+            assert "rollout" in error.hint
+        assert critic.count("digest") == [1, 1], "it did not run"
+        with pytest.raises(RefLostError, match="actor/0 no longer has"):
+            refs[0].get()
+        assert critic[0].digest(refs[1])["texts"][0] == "1.0", "the other rank's is there"
+        del refs
+        wait_until(lambda: kept(bus)["actor/1"] == 0)
+        wait_until(lambda: len(list(memory.iterdir())) == 4, what="the dead rank's memory to be removed")
+    assert not memory.exists()
+
+
+def test_a_restarted_rank_does_not_have_what_it_had(tmp_path):
+    """A handle names one start of a rank: its successor's values are never taken for it."""
+    with launch(tmp_path, {"actor": keepers(replicas=1, restart="one"), "critic": keepers(replicas=1)}) as bus:
+        actor, critic = bus.group("actor"), bus.group("critic")
+        ref = actor[0].rollout(8, 8)
+        start = actor[0]._view.core.roster.peers()[0].incarnation
+        with pytest.raises(Exception, match="died"):
+            actor.die()
+        wait_until(lambda: actor.ready and actor[0]._view.core.roster.peers()[0].incarnation != start)
+        again = actor[0].rollout(8, 8)
+        with pytest.raises(RefLostError, match="actor/0 no longer has"):
+            critic[0].digest(ref)
+        with pytest.raises(RefLostError, match="ended"):
+            ref.get()
+        assert critic[0].digest(again)["texts"][0] == "0.0"
+
+
+def test_a_rank_keeps_no_more_than_it_may(tmp_path):
+    """The limit is told before the method runs where it is reached, else after; the error names who holds how much."""
+    config = Config(data=DataConfig(refs=3 * MIB))
+    with launch(tmp_path, {"actor": keepers(replicas=1)}, config=config) as bus:
+        actor = bus.group("actor")[0]
+        refs = [actor.rollout(64, 2048) for _ in range(2)]
+        with pytest.raises(RefLimitError) as raised:
+            actor.rollout(64, 2048)
+        assert "actor/0 cannot keep the" in str(raised.value)
+        assert "at most 3,145,728 bytes" in str(raised.value)
+        assert "holds 2 Refs (`rollout`" in str(raised.value)
+        assert "holds 2 Refs (`rollout`" in raised.value.facts["held"]
+        assert "data.refs" in raised.value.hint
+        refs.clear()
+        until_nothing_is_kept(bus)
+        assert actor.rollout(64, 2048).get()
+
+
+def test_what_a_holder_does_not_hold_any_more_goes(tmp_path):
+    """Answers that nobody looked at, calls that failed on another rank, and those whose caller gave up."""
+    with launch(tmp_path, roles()) as bus:
+        actor = bus.group("actor")
+        future = actor.rollout.submit(64, 512)
+        wait_until(lambda: kept(bus)["actor/1"] == 1)
+        assert kept(bus)["actor/0"] == 1
+        del future
+        until_nothing_is_kept(bus)
+        answers = actor.later.map([MIB] * 6)
+        refs = list(answers)
+        assert sum(kept(bus)[f"actor/{rank}"] for rank in range(2)) == 6
+        assert bus.get(refs[0])[0] == 7
+        del refs, answers
+        until_nothing_is_kept(bus)
+        with actor.batch() as b:
+            first = b.rollout(8, 8)
+            second = b.make(8, 8)
+        assert [ref.rows for ref in first.result()] == [8, 8]
+        assert second.result()[0]["ids"].shape == (8, 8)
+        del first, second, b
+        until_nothing_is_kept(bus)
+
+
+def test_engines_put_and_callers_release(tmp_path):
+    """``ctx.put`` in a call is held for its caller: used by others, released by the handle."""
+    with launch(tmp_path, roles()) as bus:
+        actor, critic = bus.group("actor"), bus.group("critic")
+        put = actor.put(MIB)
+        one = actor[0].put(100)["ref"]
+        assert [critic[0].digest(answer["ref"]) for answer in put] == [
+            digest(np.full(MIB, r, np.uint8)) for r in (0, 1)
+        ]
+        assert put[1]["ref"].get()[0] == 1
+        assert one.get().tolist() == [0] * 100
+        for answer in put:
+            answer["ref"].release()
+        one.release()
+        until_nothing_is_kept(bus)
+
+
+def test_a_guest_that_dies_keeps_nothing(tmp_path):
+    """A holder that ends without a word: its values go as soon as its farewell, its process's end or the lease says."""
+    config = Config(data=DataConfig(ref_lease=1.0))
+    with launch(tmp_path, {"actor": keepers(replicas=1)}, config=config) as bus:
+        child = os.fork()
+        if child == 0:
+            try:
+                guest = Controller.attach(bus.trial.path, timeout=scaled(10))
+                ref = guest.group("actor")[0].rollout(64, 512)
+                assert ref.get()
+                os.kill(os.getpid(), signal.SIGKILL)
+            finally:
+                os._exit(1)
+        os.waitpid(child, 0)
+        mine = bus.group("actor")[0].rollout(64, 512)
+        wait_until(lambda: kept(bus)["actor/0"] == 1, what="the dead guest's value to go")
+        assert mine.get()["ids"].shape == (64, 512)
