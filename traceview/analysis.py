@@ -23,6 +23,7 @@ from traceview.console import (
     print_table,
     source_options,
     sources,
+    time_ns,
     words,
 )
 
@@ -322,6 +323,7 @@ def _merged(inputs: tuple[str, ...], options: dict[str, Any]) -> bytes:
 @click.argument("after", metavar="B", type=SourcePath())
 @click.option("--metric", default="p50", type=click.Choice(["p50", "p90", "p99", "mean", "total", "count"]))
 @click.option("--fail-over", metavar="10%", help="Exit 10 if a span grew by more, beyond the noise.")
+@click.option("--at-least", metavar="TIME", help="Of these, only spans that grew by so much, such as 5ms.")
 @click.option("--top", type=click.IntRange(1), default=30, show_default=True, help="Rows of the table.")
 @output_options
 @click.pass_context
@@ -332,11 +334,15 @@ def diff(context: click.Context, /, before: str, after: str, **options: Any) -> 
 
     as_json, quiet = modes(context, options)
     limit = _percent(options["fail_over"])
+    at_least_us = (time_ns(options["at_least"], "--at-least") or 0) / 1000
+    if at_least_us and options["metric"] == "count":
+        msg = "--at-least is a time, and --metric count compares numbers"
+        raise click.UsageError(msg)
     problems = ledger(quiet=quiet)
     with errors(as_json=as_json):
         one, two = (survey([path], problems, on_progress=Progress("reading", quiet=quiet)) for path in (before, after))
     rows = compare(one, two, options["metric"])
-    worse = [r for r in rows if limit is not None and r.significant and (r.change or 0.0) > limit]
+    worse = [r for r in rows if limit is not None and r.grew_by(limit, at_least_us)]
     if as_json:
         facts = {"metric": options["metric"], "rows": [r.to_dict() for r in rows], "failed": len(worse)}
         print_json({"schema": "zbus.traceview.diff/1", **facts, "problems": problems.by_kind()})

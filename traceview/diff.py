@@ -35,6 +35,12 @@ class Change:
     noise: float
     significant: bool
 
+    def grew_by(self, part: float, at_least: float) -> bool:
+        """Tell whether the value surely grew by more than ``part`` of itself, and by ``at_least`` (in its own unit)."""
+        if not self.significant or self.a is None or self.b is None:
+            return False
+        return self.b - self.a > part * self.a and self.b - self.a >= at_least
+
     def to_dict(self) -> dict[str, Any]:
         """Return the row as JSON values."""
         return asdict(self)

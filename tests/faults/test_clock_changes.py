@@ -229,7 +229,8 @@ def test_a_wall_clock_that_jumps_an_hour_changes_nothing(tmp_path):
 def test_one_side_whose_clock_runs_wrongly_kills_nobody(tmp_path, controller, workers):
     """Row 56: ten times too fast here and too slow there: leases look expired, and what is connected is not dead."""
     clocks = Clocks(tmp_path / "clocks", controller), Clocks(tmp_path / "clocks_of_workers", workers)
-    with trial(tmp_path, environment_of(*clocks)) as running:
+    lease = {"ZT_LEASE_S": "5"}  # a rank is dialled within it, by a fast clock: a tenth
+    with trial(tmp_path, {**environment_of(*clocks), **lease}) as running:
         assert set_for(running) >= 7
         began = time.monotonic()
         while time.monotonic() - began < 3.0:  # more than any lease, by every clock but the slow one

@@ -2,7 +2,8 @@
 
 ``python clock_driver.py ROOT``: says ``ready`` once calls are answered, goes on until a line comes on stdin, then
 prints one JSON object. ``ZT_CLOCK_OF_WORKERS`` is the environment that workers get on top (JSON); ``ZT_WORKER_PREFIX``
-are the words in front of each worker's command (JSON), which makes them watch this process by its lease.
+are the words in front of each worker's command (JSON), which makes them watch this process by its lease, which is
+``ZT_LEASE_S`` long.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from zbus.config import Config, TrialDir
 from zbus.errors import CallError
 
 HERE = Path(__file__).parent
-LEASE_S = 1.0
+LEASE_S = float(os.environ.get("ZT_LEASE_S", "1"))
 
 
 class Calls:

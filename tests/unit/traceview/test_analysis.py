@@ -182,6 +182,18 @@ def test_diff_names_what_grew_and_fails_over_a_limit(tmp_path):
     assert call("diff", a, b, "--fail-over", "x")[0] == 2
 
 
+def test_diff_lets_small_growth_pass_on_request(tmp_path):
+    """--at-least: what grew by a large part but a short time fails nothing; counts have no time."""
+    a = run_of(tmp_path / "a", lambda r, s: (0, 1000, 500))
+    b = run_of(tmp_path / "b", lambda r, s: (0, 1000, 700))
+    assert call("diff", a, b, "--fail-over", "10%", "--at-least", "100us")[0] == 10
+    assert call("diff", a, b, "--fail-over", "10%", "--at-least", "300us")[0] == 0
+    code, _, err = call("diff", a, b, "--at-least", "1ms", "--metric", "count")
+    assert code == 2
+    assert "--metric count" in err
+    assert call("diff", a, b, "--at-least", "soon")[0] == 2
+
+
 # -- sessions ------------------------------------------------------------------------------------------------------
 
 
