@@ -32,12 +32,14 @@ from typing import Any
 
 import numpy as np
 import zmq
+from peers import Rivals, add_options
 from rounds import Figures, parser, show, wanted
 
 HERE = Path(__file__).resolve().parent
 SIZES = {"64kb": 1 << 16, "1mb": 1 << 20, "16mb": 1 << 24, "256mb": 1 << 28}
 REPEATS = {"64kb": 100, "1mb": 50, "16mb": 15, "256mb": 3}
 ROWS, TOKENS = 256, 4096
+PEER_WORKLOADS = (*(f"{way}_{name}" for way in ("send", "recv") for name in SIZES), "broadcast_16mb", "rl_batch")
 
 
 def touch(data: Any) -> int:
@@ -268,7 +270,7 @@ def measure_far(results: Results, far: dict[str, Any], array: Any, copy_s: float
             results.add(workload, label, "GB/s", figure, figures["frames-tcp"], size / copy_s / 1e9)
 
 
-def run(rounds: int, wanted: Callable[[str], bool]) -> Results:
+def run(rounds: int, wanted: Callable[[str], bool], rivals: Rivals) -> Results:
     """Run all rounds and return the figures."""
     results = Results()
     with tempfile.TemporaryDirectory(prefix="zb-bench-") as directory, contextlib.ExitStack() as stack:
@@ -315,12 +317,15 @@ def run(rounds: int, wanted: Callable[[str], bool]) -> Results:
                     for label in ("shm", "zbus", "zbus-frames")
                 }
                 results.take("rl_batch", "ms", times)
+            rivals.measure(results, PEER_WORKLOADS, wanted)
     return results
 
 
 def main() -> None:
-    options = parser(__doc__).parse_args()
-    results = run(options.rounds, wanted(options.only))
+    made = parser(__doc__)
+    add_options(made)
+    options = made.parse_args()
+    results = run(options.rounds, wanted(options.only), Rivals(options.peers, options.venvs))
     show(results.lines(), as_json=options.json)
 
 

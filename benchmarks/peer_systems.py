@@ -685,6 +685,7 @@ def resident_mb(pid: int) -> float:
 def measure(name: str, workloads: set[str], scale: float) -> Iterator[tuple[str, str, float]]:
     """Start a system and measure what of it can be."""
     needed = [int(found) for word in workloads for found in word.split("_")[1:] if found.isdigit() and int(found) <= 16]
+    os.environ.update(environment())
     with tempfile.TemporaryDirectory(prefix="zb-peer-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         system = SYSTEMS[name](directory)
         system.load()

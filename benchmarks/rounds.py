@@ -32,9 +32,14 @@ HERE = Path(__file__).resolve().parent
 
 
 class Figures:
-    """Figures by workload and system, in the order in which they first came."""
+    """Figures by workload and system, in the order in which they first came.
+
+    Attributes:
+        bases: By workload, the reference and the limit of the last round, for systems that come after them.
+    """
 
     def __init__(self) -> None:
+        self.bases: dict[str, tuple[float | None, float | None]] = {}
         self._rows: dict[tuple[str, str, str], list[tuple[float, float | None, float | None]]] = {}
 
     def add(
@@ -46,7 +51,8 @@ class Figures:
         raw: float | None = None,
         limit: float | None = None,
     ) -> None:
-        """Take a figure with the reference and the limit of the same round."""
+        """Take a figure with the reference and the limit of the same round; infinity is an event that never came."""
+        self.bases[workload] = (raw, limit)
         ratios = [None if base is None else value / base for base in (raw, limit)]
         self._rows.setdefault((workload, system, unit), []).append((value, ratios[0], ratios[1]))
 
@@ -71,9 +77,11 @@ def _middle(values: Iterable[float | None]) -> float | None:
     return _short(statistics.median(found)) if found else None
 
 
-def _short(value: float) -> float:
-    """Return ``value`` with four digits: more would be noise."""
-    if not value or not math.isfinite(value):
+def _short(value: float) -> float | None:
+    """Return ``value`` with four digits, more would be noise; None for infinity, which JSON does not know."""
+    if not math.isfinite(value):
+        return None
+    if not value:
         return value
     return round(value, max(0, 3 - math.floor(math.log10(abs(value)))))
 
@@ -106,10 +114,10 @@ def show(lines: Iterable[dict[str, Any]], *, as_json: bool) -> None:
         if as_json:
             print(json.dumps(line), flush=True)
             continue
+        median, best = ("never" if line[key] is None else f"{line[key]:.4g}" for key in ("median", "best"))
         ratio, limit = ("" if line[key] is None else f"{line[key]:.2f}" for key in ("ratio", "limit"))
         print(
-            f"{line['workload']:<20}{line['system']:<14}{line['median']:>11g}{line['best']:>11g} "
-            f"{line['unit']:<8}{ratio:>8}{limit:>8}",
+            f"{line['workload']:<20}{line['system']:<14}{median:>11}{best:>11} {line['unit']:<8}{ratio:>8}{limit:>8}",
             flush=True,
         )
 

@@ -1,7 +1,7 @@
 """Small calls: zbus beside raw pyzmq DEALER/ROUTER, in interleaved rounds of one run.
 
     python benchmarks/rpc.py --json            # one JSON line per result
-    python benchmarks/rpc.py --rounds 5 --scale 0.3
+    python benchmarks/rpc.py --rounds 5 --scale 0.3 --peers ray,grpc
 
 Every figure is the median over rounds; its ratio is the median of the ratios to ``raw`` of the same round, so drift of
 the machine's speed cancels out. The raw echo is the least that pyzmq can do: one ROUTER per worker process, one DEALER
@@ -9,8 +9,8 @@ per worker here, one frame each way, blocking receives, the same transport (ipc)
 
 Workloads: ``call_sync`` and ``call_sync_p99`` (sequential round trips, us), ``call_async`` (awaited one at a time),
 ``call_traced`` (tracing at ``rpc``, and what it adds), ``pipeline_1`` and ``pipeline_8`` (one message per call, 128 in
-flight per worker, calls/s), ``fanout_1|4|16`` (broadcast and ordered gather, us), ``batch_64`` (ordered batches of 64
-calls, calls/s).
+flight per worker, calls/s), ``fanout_1|4|8|16`` (broadcast and ordered gather, us), ``batch_64`` (ordered batches of 64
+calls, calls/s). With ``--peers``, rivals take their turn in each round.
 """
 
 from __future__ import annotations
@@ -26,10 +26,15 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from peers import Rivals, add_options
 from rounds import Figures, parser, show, wanted
 
 HERE = Path(__file__).resolve().parent
 IN_FLIGHT = 128
+PEER_WORKLOADS = (
+    *("call_sync", "call_sync_p99", "pipeline_1", "pipeline_8", "batch_64"),
+    *("fanout_1", "fanout_4", "fanout_8", "fanout_16"),
+)
 
 
 # -- raw pyzmq -------------------------------------------------------------------------------------------------------
@@ -201,7 +206,7 @@ def latencies_async(call: Callable[[], Any], count: int) -> tuple[float, float]:
     return times[count // 2] / 1e3, times[int(count * 0.99)] / 1e3
 
 
-def run(rounds: int, scale: float, wanted: Callable[[str], bool]) -> Figures:
+def run(rounds: int, scale: float, wanted: Callable[[str], bool], rivals: Rivals) -> Figures:
     """Run all rounds and return the figures."""
     results = Figures()
     count = max(200, int(2000 * scale))
@@ -246,19 +251,22 @@ def run(rounds: int, scale: float, wanted: Callable[[str], bool]) -> Figures:
             if wanted("batch_64"):
                 base = raws[1].pipeline(piped)
                 results.add("batch_64", "zbus", "calls/s", ours[1].batches(piped), base)
-            for size in (1, 4, 16):
+            for size in (1, 4, 8, 16):
                 if wanted(f"fanout_{size}"):
                     base = latencies(raws[size].fanout, count // 4)[0]
                     results.add(f"fanout_{size}", "raw", "us", base, base)
                     results.add(f"fanout_{size}", "zbus", "us", latencies(ours[size].fanout, count // 4)[0], base)
+            rivals.measure(results, PEER_WORKLOADS, wanted)
     return results
 
 
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--scale", type=float, default=1.0, help="multiplies the number of calls")
+    add_options(made)
     options = made.parse_args()
-    results = run(options.rounds, options.scale, wanted(options.only))
+    rivals = Rivals(options.peers, options.venvs, options.scale)
+    results = run(options.rounds, options.scale, wanted(options.only), rivals)
     show(results.lines(), as_json=options.json)
 
 

@@ -4,7 +4,8 @@
     python benchmarks/startup.py --only startup_4 --stations
     python benchmarks/startup.py --only rss_,kill_
 
-All systems take turns in each round. Modules are compiled once, into a directory of the run's own, for all of them.
+All systems take turns in each round, with ``--peers`` rivals too. Modules are compiled once, into a directory of the
+run's own, for all but the rivals.
 
 ``startup_4``, ``startup_16``
     Seconds from ``Controller.launch`` until every rank has answered a call, made by a fresh process, whose own imports
@@ -42,6 +43,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from peers import Rivals, add_options
 from rounds import Figures, environment, parser, show, wanted
 
 RAW = """
@@ -295,10 +297,12 @@ def kill_round(figures: Figures, directory: str) -> None:
 
 def main() -> None:
     made = parser(__doc__)
+    add_options(made)
     made.add_argument("--stations", action="store_true", help="show when each part of the registry was last written")
     options = made.parse_args()
     asked = wanted(options.only)
     figures = Figures()
+    rivals = Rivals(options.peers, options.venvs)
     seen: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="zb-start-") as directory:
         zbus("start", directory, 1)  # compiles, and fills the page cache
@@ -311,6 +315,9 @@ def main() -> None:
                 memory_round(figures, directory)
             if asked("kill_to_error"):
                 kill_round(figures, directory)
+            for workload in ("startup_16", "startup_4"):  # each in processes of its own
+                rest = ("rss_worker_idle", "kill_to_error") if workload == "startup_4" else ()
+                rivals.measure(figures, (workload, *rest), asked)
     show(figures.lines(), as_json=options.json)
     if options.stations:
         for name, values in sorted(seen.items(), key=lambda item: (item[0].split()[0], min(item[1]))):
