@@ -134,6 +134,25 @@ def test_a_large_payload_on_a_slow_link_starves_no_heartbeat(play):
     assert "died" not in told["stderr"]
 
 
+def test_a_gigabyte_over_a_slow_link_raises_no_doubt_and_holds_up_nobody(play):
+    """A gigabyte at 50 MB/s and 128 MiB back: whole, once, at the speed of the link; calls beside it stay quick."""
+    told = play("bulk_link")
+    assert told["right"] == {"there": True, "back": True}
+    assert 20 < told["took"]["there"] < scaled(60), "the link was not slow, or was not used"
+    assert told["states"] == ["ready"], "somebody was doubted"
+    assert "died" not in told["stderr"]
+    assert "suspect" not in told["stderr"].lower()
+    assert (told["effects"], told["start"]) == (1, 0)
+    assert len(told["answers"]) > 20
+    slowest = [max(column) for column in zip(*told["answers"], strict=True)]
+    print(f"there {told['took']['there']:.1f} s, back {told['took']['back']:.1f} s, slowest beside it {slowest}")
+    assert max(slowest) < scaled(3.0)
+    assert told["report"]["bulk_given_bytes"] == 1 << 30, "nothing was sent twice"
+    assert told["report"]["bulk_pulled_bytes"] == 1 << 27
+    assert told["report"]["bulk_offered_bytes"] == 0
+    assert told["rss"] < 2 << 30, "the array is there once"
+
+
 def test_a_host_without_ipv4_and_without_a_name_works(play):
     """Row 38: sockets bind ``::1``, records say so, and no name is looked up."""
     told = play("ipv6_only")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from zbus.clock import SYSTEM_CLOCK, Clock
-from zbus.errors import TransportError
+from zbus.errors import TransportError, ZbusError
 from zbus.protocol.messages import Buffer
 from zbus.protocol.puller import Ending, Patience, Range, check_pull
 from zbus.protocol.stock import Stock
@@ -237,6 +237,7 @@ class Bulk:
             self._start()
             self._waiting.append(pull)
             self._admit()
+        self._reactor.wake()  # a send here may have swallowed the sign of what has come: its thread looks again
         return pull
 
     def fetch(
@@ -370,7 +371,11 @@ class Bulk:
             if link is not None and link.spoilt and link.puller.idle:
                 self._hang_up(link)
                 link = None
-            link = link or self._dial(pull.endpoint)
+            try:
+                link = link or self._dial(pull.endpoint)
+            except ZbusError as error:  # no such address, or no descriptor left: this pull's end alone
+                self._finish(pull, Ending.ABSENT, str(error))
+                continue
             if link is None:
                 later.append(pull)
                 continue
@@ -432,6 +437,7 @@ class Bulk:
                 link.cancel(pull._number)  # noqa: SLF001  # as above
                 self._pulls.pop((pull.endpoint, pull._number), None)  # noqa: SLF001  # as above
             self._finish(pull, Ending.STALLED, "it was given up here")
+        self._reactor.wake()  # as in ``pull``
 
     def _tick(self, now: int) -> int:
         due = _NEVER

@@ -86,7 +86,11 @@ class OwnerLink:
         self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
         reactor.register(self._fd, self._on_readable)
         reactor.register(self._monitor_fd, self._on_monitor)
-        factory.connect(self._socket, endpoint)
+        try:
+            factory.connect(self._socket, endpoint)
+        except BaseException:
+            self.close()
+            raise
         self._on_monitor()
 
     def pull(self, key: bytes, ranges: Sequence[Range], into: Sequence[memoryview], deadline_ns: int | None) -> int:

@@ -6,7 +6,7 @@ import logging
 import tempfile
 from typing import IO, Final, NamedTuple
 
-from zbus.protocol.messages import Buffers
+from zbus.protocol.messages import Buffer, Buffers
 
 __all__ = ["SHELF_BYTES", "ReplyShelf"]
 
@@ -16,10 +16,21 @@ SHELF_BYTES: Final = 4 << 30
 """Most bytes on a worker's shelf."""
 
 
+_BYTES: Final = frozenset((bytes, bytearray, memoryview))
+
+
 class _Token(NamedTuple):
+    """Where a reply is.
+
+    Attributes:
+        file: Its frames one after the other, but for those that only name an array.
+        sizes: Bytes of each frame in the file.
+        named: The frames that name an array, and None for the others. As long as such a frame is kept, so is the array.
+    """
+
     file: IO[bytes]
     sizes: tuple[int, ...]
-    nbytes: int
+    named: tuple[Buffer | None, ...]
 
 
 class ReplyShelf:
@@ -40,7 +51,10 @@ class ReplyShelf:
 
     def put(self, buffers: Buffers) -> _Token | None:
         """Keep a reply and return a token for it; None if the shelf or its disk is full."""
-        sizes = tuple(memoryview(buffer).nbytes for buffer in buffers)
+        named = tuple(None if type(buffer) in _BYTES else buffer for buffer in buffers)
+        sizes = tuple(
+            memoryview(buffer).nbytes if name is None else 0 for buffer, name in zip(buffers, named, strict=True)
+        )
         nbytes = sum(sizes)
         if self.nbytes + nbytes > self._limit:
             return None
@@ -50,15 +64,16 @@ class ReplyShelf:
             log.warning("a reply of %d bytes is not kept: %s", nbytes, error)
             return None
         try:
-            for buffer in buffers:
-                file.write(buffer)
+            for buffer, name in zip(buffers, named, strict=True):
+                if name is None:
+                    file.write(buffer)
             file.flush()
         except OSError as error:
             log.warning("a reply of %d bytes is not kept: %s", nbytes, error)
             _close(file)
             return None
         self.nbytes += nbytes
-        token = _Token(file, sizes, nbytes)
+        token = _Token(file, sizes, named)
         self._tokens.add(token)
         return token
 
@@ -67,17 +82,19 @@ class ReplyShelf:
         assert isinstance(token, _Token)  # noqa: S101  # nobody else makes them
         try:
             token.file.seek(0)
-            buffers = [token.file.read(size) for size in token.sizes]
+            parts = [token.file.read(size) for size in token.sizes]
         except OSError as error:
             log.warning("a kept reply cannot be read: %s", error)
             return None
-        return buffers if tuple(map(len, buffers)) == token.sizes else None
+        if tuple(map(len, parts)) != token.sizes:
+            return None
+        return [part if name is None else name for part, name in zip(parts, token.named, strict=True)]
 
     def drop(self, token: object) -> None:
         """Forget it; its space is free."""
         assert isinstance(token, _Token)  # noqa: S101  # as above
         self._tokens.remove(token)
-        self.nbytes -= token.nbytes
+        self.nbytes -= sum(token.sizes)
         _close(token.file)
 
     def close(self) -> None:

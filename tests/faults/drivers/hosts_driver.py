@@ -24,6 +24,7 @@ from hosts import Host, Hosts, command, wait_for
 
 from controller import Controller, Role
 from zbus.config import Config
+from zbus.config.schema import DataConfig
 from zbus.registry.file import FileRegistry
 from zbus.registry.records import Records
 
@@ -72,9 +73,9 @@ class Scene:
 
 
 @contextmanager
-def scene(directory: Path, others: int, ranks: int, **role: Any) -> Iterator[Scene]:
-    """Make hosts and a trial with one rank on each of the first ``ranks``."""
-    config = Config()
+def scene(directory: Path, others: int, ranks: int, *, memory: int | None = None, **role: Any) -> Iterator[Scene]:
+    """Make hosts and a trial with one rank on each of the first ``ranks``; ``memory``: shared, which hosts here do."""
+    config = Config(data=DataConfig(shared_memory=memory))
     with Hosts(others, directory) as hosts:
         scheduler = msgspec.structs.replace(
             config.scheduler, type="external", transport="tcp", bind=hosts.address, startup_timeout=60.0
@@ -261,6 +262,53 @@ def slow_link(directory: Path) -> dict[str, Any]:
         }  # fmt: skip
 
 
+def bulk_link(directory: Path) -> dict[str, Any]:
+    """Move a gigabyte over 50 MB/s, and a part of it back; ask on ``ctl`` and call on another lane meanwhile."""
+    import zlib
+
+    import numpy as np
+
+    with scene(directory, 1, 1, memory=0, restart="one") as on:
+        (host,) = on.hosts.others
+        actor = on.actor
+        assert actor[0].add("before") == 1
+        shape = "root tbf rate 400mbit burst 512k latency 100ms".split()
+        command("tc", "qdisc", "add", "dev", host.link, *shape)
+        host.run("tc", "qdisc", "add", "dev", "eth0", *shape)
+        array = (np.arange(1 << 27) * 5).view(np.uint8)
+        answers, states, seen = [], set(), []
+        peer = on.bus._rosters["actor"].peers()[0]
+        took, right = {}, {}
+        for way in ("there", "back"):
+            began = time.monotonic()
+            big = (
+                actor[0].weigh.options(deadline=100).submit("big", array)
+                if way == "there"
+                else actor[0].give.options(deadline=100).submit(1 << 27)
+            )
+            while not big.done():
+                asked = time.monotonic()
+                (status,) = on.bus.statuses(10).values()
+                ctl = time.monotonic() - asked
+                assert list(actor.count.stream("side", 3)) == [0, 1, 2]
+                answers.append((ctl, time.monotonic() - asked - ctl))
+                seen.append(status["rss_bytes"])
+                states.add(peer.state.value)
+                time.sleep(0.2)  # asked now and then
+            took[way] = time.monotonic() - began
+            value = big.result(1)
+            if way == "there":
+                right[way] = value == (array.nbytes, zlib.crc32(array))
+            else:
+                right[way] = bool((value.view(np.int64) == np.arange(1 << 24) * 7).all())
+        del big, value
+        report = on.bus.report()
+        return {
+            "took": took, "right": right, "answers": answers, "states": sorted(states), "start": on.start_of(0),
+            "report": report, "rss": max(seen), "effects": on.effects()["big"],
+        }  # fmt: skip
+
+
 def ipv6_only(directory: Path) -> dict[str, Any]:
     """Run on a host that has no IPv4 address and whose name nobody knows."""
     command("hostname", "nowhere.invalid")
@@ -278,7 +326,7 @@ def ipv6_only(directory: Path) -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    one.__name__: one for one in (replaced, healed, asymmetric, moves, black_hole, slow_link, ipv6_only)
+    one.__name__: one for one in (replaced, healed, asymmetric, moves, black_hole, slow_link, bulk_link, ipv6_only)
 }
 
 

@@ -37,6 +37,21 @@ class Counting(zbus.Engine):
         self._note(word)
         return payload
 
+    @zbus.endpoint(Everywhere(), collect=PerRank())
+    def weigh(self, word: str, array: Any) -> tuple[int, int]:
+        """Return the size and a checksum of an array."""
+        import zlib
+
+        self._note(word)
+        return array.nbytes, zlib.crc32(array)
+
+    @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure")
+    def give(self, nbytes: int) -> Any:
+        """Return an array."""
+        import numpy as np
+
+        return (np.arange(nbytes >> 3) * 7).view(np.uint8)
+
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure")
     def who(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "start": self.ctx.start}

@@ -152,3 +152,21 @@ def test_a_full_disk_leaves_no_file_and_no_bytes(shelf, monkeypatch):
     assert shelf.get(token) == [b"one", b"two"]
     shelf.drop(token)
     assert shelf.nbytes == 0
+
+
+class Named(bytes):
+    """A frame that only names an array, as the owner of the array keeps it."""
+
+    nbytes = 1 << 30
+
+
+def test_a_frame_that_names_an_array_is_kept_itself(shelf):
+    """The array lives as long as the frame does, so the shelf keeps the frame, not its bytes."""
+    name = Named(b"named")
+    token = shelf.put((b"x" * 500, name, b"tail"))
+    assert shelf.nbytes == 504
+    head, again, tail = shelf.get(token)
+    assert (head, tail) == (b"x" * 500, b"tail")
+    assert again is name
+    shelf.drop(token)
+    assert shelf.nbytes == 0
