@@ -272,7 +272,7 @@ def bulk_link(directory: Path) -> dict[str, Any]:
         (host,) = on.hosts.others
         actor = on.actor
         assert actor[0].add("before") == 1
-        shape = "root tbf rate 400mbit burst 512k latency 100ms".split()
+        shape = ["root", "tbf", "rate", "400mbit", "burst", "512k", "latency", "100ms"]
         command("tc", "qdisc", "add", "dev", host.link, *shape)
         host.run("tc", "qdisc", "add", "dev", "eth0", *shape)
         array = (np.arange(1 << 27) * 5).view(np.uint8)
