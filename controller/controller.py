@@ -37,6 +37,7 @@ from controller.takeover import OrphanResult, arguments_of, refuse_living, with_
 from zbus.clock import SYSTEM_CLOCK, boot_id, clock_id, time_namespace
 from zbus.codec import Ref, decode, encode
 from zbus.config import Config, RoleConfig, TrialDir
+from zbus.data.carriage import BulkCarriage
 from zbus.data.courier import Courier
 from zbus.data.desk import Desk, Owner
 from zbus.data.porter import Porter
@@ -518,6 +519,7 @@ class Controller:
         desk = Desk(
             Owner("controller", 0, incarnation), porter.courier,
             limit=config.data.refs, lease_s=config.data.ref_lease, inlines=True,
+            carriage=BulkCarriage(porter, self._owner_is_gone),
         )  # fmt: skip
         self._refs = RefBook(desk, ClientLink(client, self._peer_of), renew_s=config.data.ref_lease / 4)
         self._closers.callback(self._refs.close)
@@ -529,6 +531,13 @@ class Controller:
         peers = () if roster is None else roster.peers()
         peer = peers[rank] if rank < len(peers) else None
         return peer if peer is not None and peer.incarnation == incarnation else None
+
+    def _owner_is_gone(self, ref: Ref) -> str:
+        """Say why the owner of a handle is gone; empty while it may be there."""
+        peer = self._peer_of((ref.role, ref.rank, ref.incarnation))
+        if peer is None:
+            return "it has ended since"
+        return f"it has ended: {peer.evidence}" if peer.state is PeerState.DEAD else ""
 
     def _read_journal(self, worker: WorkerRecord) -> JournalReport | None:
         """Read what a worker of this host left, for want of an agent's word; None while it lives."""

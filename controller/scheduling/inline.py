@@ -30,13 +30,24 @@ from zbus import names
 from zbus.codec import Ref
 from zbus.codec.exceptions import describe_exception, rebuild_exception
 from zbus.config import TrialDir
+from zbus.data.carriage import Offers
 from zbus.data.courier import Courier
 from zbus.data.desk import Desk, Owner
 from zbus.data.holds import Tell
 from zbus.engine import EndpointSpec, Engine, Mesh, endpoints_of, lanes_of, table_to_wire
 from zbus.errors import EngineLoadError, TransportError, Unavailable
 from zbus.ids import Incarnation, WorkerName, new_incarnation
-from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Outcome, OutcomeKind, Status, StreamCredit
+from zbus.protocol.messages import (
+    Buffer,
+    Buffers,
+    CancelRunning,
+    Execute,
+    Kind,
+    Outcome,
+    OutcomeKind,
+    Status,
+    StreamCredit,
+)
 from zbus.runtime.context import Context
 from zbus.runtime.executor import Executor
 from zbus.runtime.loader import digest_of, load_engine
@@ -608,11 +619,11 @@ class InlineRefs:
                 return
         done(None)
 
-    def offer(self, buffers: Buffers) -> Any:
+    def offer(self, _offers: Offers, _whole: Sequence[Buffer], parts: Sequence[Buffer]) -> Any:
         """Hand over the buffers themselves."""
-        return buffers
+        return parts
 
-    def fetch(self, _ref: Ref, offered: Any, _deadline_ns: int) -> Buffers:
+    def fetch(self, _ref: Ref, _sizes: Sequence[int], offered: Any, _deadline_ns: int) -> Buffers:
         """Take what was handed over."""
         taken: Buffers = offered
         return taken

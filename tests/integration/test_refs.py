@@ -289,3 +289,36 @@ def test_a_guest_that_dies_keeps_nothing(tmp_path):
         mine = bus.group("actor")[0].rollout(64, 512)
         wait_until(lambda: kept(bus)["actor/0"] == 1, what="the dead guest's value to go")
         assert mine.get()["ids"].shape == (64, 512)
+
+
+@pytest.mark.parametrize("shared", [0, 3 * MIB], ids=["none", "little"])
+def test_without_shared_memory_values_are_pulled_from_their_owner(tmp_path, shared):
+    """Only the rows that are wanted leave the owner; whole, by ranges and picked; a lost owner is named all the same."""
+    with launch(tmp_path, roles(), config=Config(data=DataConfig(shared_memory=shared, refs=1 << 30))) as bus:
+        actor, critic = bus.group("actor"), bus.group("critic")
+        ref = actor[0].make.options(keep=True)(128, 8192)
+        plain = actor[0].make(128, 8192)
+        assert critic[1].digest(ref) == actor[0].digest(plain)
+        given = bus.statuses()[actor_name(actor)].get("bulk_given_bytes", 0)
+        assert critic[0].digest(ref[32:64])["ids"] == digest(plain["ids"][32:64])
+        if not shared:
+            more = bus.statuses()[actor_name(actor)]["bulk_given_bytes"] - given
+            assert 0 < more <= plain["ids"][32:64].nbytes + MIB // 2
+        assert critic[0].digest(ref.take([100, 3, 50]))["ids"] == digest(plain["ids"][[100, 3, 50]])
+        assert [share["texts"][0] for share in critic.share(ref)] == ["0.0", "0.64"]
+        assert np.array_equal(ref.get()["ids"], plain["ids"])
+        assert np.array_equal(actor[0].share(ref)["ids"], plain["ids"]), "its owner's own"
+        mine = bus.put(plain)
+        assert critic.digest(mine) == [actor[0].digest(plain)] * 2
+        assert [share["texts"][0] for share in critic.share(mine)] == ["0.0", "0.64"]
+        del mine
+        os.kill(bus.statuses()[actor_name(actor)]["pid"], signal.SIGKILL)
+        with pytest.raises(RefLostError, match="actor/0 no longer has"):
+            critic[1].digest(ref)
+        del ref
+        until_nothing_is_kept(bus)
+
+
+def actor_name(group):
+    """Return the name of the group's first rank."""
+    return group._view.core.roster.peers()[0].name

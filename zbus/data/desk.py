@@ -18,6 +18,7 @@ from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.codec import Ref, decode, encode
 from zbus.codec.refs import lost, rows_from_wire, rows_to_wire
 from zbus.codec.rows import describe, lengths_of, rows_of, take
+from zbus.data.carriage import Offers
 from zbus.data.courier import Courier
 from zbus.data.lease import Lease
 from zbus.data.refstore import OWN, Full, Holding, RefStore
@@ -54,12 +55,18 @@ class Owner:
 class Carriage(Protocol):
     """Takes bytes to processes that share no memory with this one."""
 
-    def offer(self, buffers: Buffers) -> Any:
-        """Make buffers available and return plain data that says where; what is not fetched is forgotten in time."""
+    def offer(self, offers: Offers, whole: Sequence[Buffer], parts: Sequence[Buffer]) -> Any:
+        """Make parts of a value's buffers available and return plain data that says where.
+
+        Args:
+            offers: What is offered of the value so far.
+            whole: All buffers of the value.
+            parts: What is wanted: views of them, or copies.
+        """
         ...
 
-    def fetch(self, ref: Ref, offered: Any, deadline_ns: int) -> Buffers:
-        """Get what somebody offers.
+    def fetch(self, ref: Ref, sizes: Sequence[int], offered: Any, deadline_ns: int) -> Buffers:
+        """Get what somebody offers, in memory that nobody else has.
 
         Raises:
             RefLostError: It cannot be had.
@@ -74,6 +81,7 @@ class _Value:
         self.frames = frames
         self.nbytes = sum(frame.nbytes if type(frame) is Lease else nbytes_of(frame) for frame in frames)
         self._rest: Buffer | None = None
+        self.offers = Offers()
 
     def rest(self, courier: Courier) -> Buffer:
         """Return the buffers that are too small for slots of their own, as one."""
@@ -248,15 +256,14 @@ class Desk:
 
     def _answer_far(self, value: _Value, rows: Any) -> dict[str, Any]:
         if self.carriage is None:
-            return {"gone": "it shares no memory with this host, and no way leads there"}
+            return {"gone": _NO_WAY}
         chosen = rows_from_wire(rows)
-        frames: Buffers = self._courier.in_full(value.frames)
-        if chosen is not None:
-            frames = encode(take(decode(frames, owned=True), chosen))
+        whole = self._courier.in_full(value.frames)
+        frames = whole if chosen is None else encode(take(_shown(whole), chosen))
         return {
             "body": bytes(frames[0]),
             "sizes": [nbytes_of(frame) for frame in frames[1:]],
-            "offered": self.carriage.offer(frames[1:]),
+            "offered": self.carriage.offer(value.offers, whole[1:], frames[1:]),
             "taken": chosen is not None,
         }
 
@@ -288,9 +295,9 @@ class Desk:
                 return value if ref.chosen is None else take(value, ref.chosen)
             carriage = self.carriage
             if carriage is None:
-                raise lost(ref, "it shares no memory with this host, and no way leads there")
-            buffers = carriage.fetch(ref, answer["offered"], deadline_ns)
-            value = decode([answer["body"], *buffers], owned=True)
+                raise lost(ref, _NO_WAY)
+            buffers = carriage.fetch(ref, answer["sizes"], answer["offered"], deadline_ns)
+            value = decode([answer["body"], *buffers])
             return value if answer["taken"] or ref.chosen is None else take(value, ref.chosen)
         except CodecError as error:
             raise lost(ref, f"it cannot be read: {error.message}") from error
@@ -315,14 +322,14 @@ class Desk:
         Raises:
             RefLostError: It was released.
         """
-        answer = self.answer(*self.question(ref))
-        if "gone" in answer or "lent" in answer:
-            return self.opened(ref, answer, 0)
         with self._lock:
             held = self._store.find(ref.generation, ref.number)
         if isinstance(held, str):
             raise lost(ref, held)
-        value = decode(self._courier.in_full(held.value.frames))
+        near = self._answer_near(held.value, self._courier.token) if self._courier.token else None
+        if near is not None:
+            return self.opened(ref, near, 0)
+        value = _shown(self._courier.in_full(held.value.frames))
         return value if ref.chosen is None else take(value, ref.chosen)
 
     def frames_of(self, ref: Ref | None, number: int) -> Buffers:
@@ -362,6 +369,16 @@ class Desk:
                 for holding in holdings
             ],
         }
+
+
+_NO_WAY: Final = "it shares no memory with this host, and no way leads there"
+
+
+def _shown(frames: Buffers) -> Any:
+    """Return the value of frames of our own, read-only and uncopied."""
+    from zbus.data.views import Shown  # numpy is imported by the first array, not before
+
+    return decode([frames[0], *map(Shown.of, frames[1:])]) if len(frames) > 1 else decode(frames)
 
 
 _INLINE: Final = 1 << 18

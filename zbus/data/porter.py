@@ -97,7 +97,7 @@ class Porter:
                 if lease is not None:
                     return lease
             if far and nbytes >= self._pull_from:
-                offer = self._copy(data) if snapshot else self._offer(memoryview(data))
+                offer = self._copy(data) if snapshot else self.offer(memoryview(data))
                 if offer is not None:
                     return offer
             return bytes(data) if snapshot else memoryview(data)
@@ -132,7 +132,7 @@ class Porter:
             (made,) = self.courier.addressed([frame], peer.memory)
             if type(made) is Lease or frame.nbytes < self._pull_from or not self._offers_to([peer]):
                 return made
-            return self._offer(memoryview(made)) or made
+            return self.offer(memoryview(made))
         if type(frame) is Offer and not peer.data:
             return frame.buffer
         return frame
@@ -199,7 +199,7 @@ class Porter:
         opening = Opening(frames, total, len(wanted), then)
         try:
             for number, (key, nbytes) in wanted.items():
-                opening.add(self.bulk, number, self._memory(nbytes), (peer.data, key, nbytes, deadline_s))
+                opening.add(self.bulk, number, self.memory(nbytes), (peer.data, key, nbytes, deadline_s))
             self.bulk.call_soon(opening.begun)
         except (TransportError, MemoryError, ValueError, OSError) as error:
             opening.cancel()
@@ -207,7 +207,8 @@ class Porter:
             raise CodecError(msg) from error
         return opening
 
-    def _memory(self, nbytes: int) -> np.ndarray[Any, Any]:
+    def memory(self, nbytes: int) -> np.ndarray[Any, Any]:
+        """Return memory to pull into; what is made of it may be written to."""
         from zbus.data.pulled import Pulled
 
         return self._warm_memory().empty((nbytes,), "u1").view(Pulled)
@@ -237,8 +238,8 @@ class Porter:
     def _offers_to(self, peers: Sequence[Reach]) -> bool:
         return self.bulk is not None and bool(self.bulk.endpoints) and any(peer.data for peer in peers)
 
-    def _offer(self, view: memoryview) -> Offer | None:
-        """Offer memory as it stands; None if this process is closing."""
+    def offer(self, view: memoryview) -> Offer:
+        """Offer memory as it stands, which must not change, for as long as the frame that is returned is kept."""
         bulk = self.bulk
         assert bulk is not None  # noqa: S101  # asked before
         offer = Offer(view, lambda made: bulk.withdraw(made.key))

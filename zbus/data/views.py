@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["keeping"]
+from zbus.protocol.messages import Buffer
+
+__all__ = ["Shown", "keeping"]
 
 
 def keeping(memory: mmap.mmap, nbytes: int, keeps: object, offset: int = 0) -> np.ndarray[Any, Any]:
@@ -19,6 +21,19 @@ def keeping(memory: mmap.mmap, nbytes: int, keeps: object, offset: int = 0) -> n
     made = _Keeping((nbytes,), np.uint8, memory, offset)
     made.keeps = keeps
     return made
+
+
+class Shown(np.ndarray[Any, Any]):
+    """Bytes of this process's own that are kept for others, read in place; see ``zbus.codec.decoder.Lender``."""
+
+    @classmethod
+    def of(cls, buffer: Buffer) -> memoryview:
+        """Return memory to decode: arrays in it are read-only and uncopied."""
+        return np.frombuffer(buffer, np.uint8).view(cls).data.toreadonly()
+
+    def private(self) -> memoryview:
+        """Return a copy."""
+        return memoryview(bytearray(self))
 
 
 class _Keeping(np.ndarray[Any, Any]):

@@ -22,6 +22,7 @@ from typing import Any, Final
 from zbus import failpoints, names
 from zbus.clock import boot_id, time_namespace
 from zbus.codec import Ref
+from zbus.data.carriage import BulkCarriage
 from zbus.data.courier import Courier
 from zbus.data.desk import Desk, Owner
 from zbus.data.porter import Porter
@@ -48,6 +49,7 @@ from zbus.trace import control
 from zbus.trace.config import TraceConfig
 from zbus.trace.tracer import get_tracer
 from zbus.transport.bulk import Bulk
+from zbus.transport.carrier import Reach
 from zbus.transport.client import Client
 from zbus.transport.endpoints import RuntimeDir, bind_endpoints
 from zbus.transport.security import ProcessKeys
@@ -176,8 +178,10 @@ class _Host:
             limit=config.job.refs,
             lease_s=config.job.ref_lease_s,
             is_over=self._holder_is_over,
+            carriage=BulkCarriage(self.porter, self._owner_is_gone),
         )
-        self.refs = WorkerRefs(self.desk, Asker(self._connect_to_owners, self._owner_is_gone, self.porter.courier))
+        asker = Asker(self._connect_to_owners, self._owner_is_gone, self._forget_owner)
+        self.refs = WorkerRefs(self.desk, asker)
         self.executor = Executor(
             name=str(self.name),
             incarnation=config.incarnation,
@@ -213,7 +217,7 @@ class _Host:
             "ipc" if use_ipc else "tcp", f"data-{config.rank}", runtime_dir=runtime, host=config.bind_host
         ):
             self.bulk.bind(endpoint)
-        self.desk.owner.endpoints["ctl"] = bound["ctl"]
+        self.desk.owner.endpoints.update(ctl=bound["ctl"], data=list(self.bulk.endpoints))
         self.server.start()
         name_thread("bus", self.server.bus_thread)
         self.watchdog.start()
@@ -447,6 +451,9 @@ class _Host:
 
     def _connect_to_owners(self) -> Client:
         return Client(session=new_session(), epoch=0, factory=self.factory, name=str(self.name))
+
+    def _forget_owner(self, ref: Ref) -> None:
+        self.porter.forget(Reach(ref.memory, tuple(ref.endpoints.get("data", ()))))
 
     def _owner_is_gone(self, ref: Ref) -> str:
         """Say why the owner of a handle is gone: its agent wrote of its exit, or it left this host's memory."""

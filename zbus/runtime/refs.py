@@ -14,7 +14,6 @@ from typing import Any, Final, Protocol
 
 from zbus.codec import Ref, decode, encode
 from zbus.codec.refs import lost
-from zbus.data.courier import Courier
 from zbus.data.desk import Desk, fill
 from zbus.data.refstore import OWN
 from zbus.errors import Unavailable
@@ -51,13 +50,15 @@ class Asker:
     Args:
         connect: Makes the client, with the first question.
         gone: Says in words why the owner of a handle is gone; empty while it may be there.
-        courier: This process's shared memory.
+        forget: Drops what is kept of the memory of a handle's owner that is gone.
     """
 
-    def __init__(self, connect: Callable[[], Client], gone: Callable[[Ref], str], courier: Courier) -> None:
+    def __init__(
+        self, connect: Callable[[], Client], gone: Callable[[Ref], str], forget: Callable[[Ref], None]
+    ) -> None:
         self._connect = connect
         self._gone = gone
-        self._courier = courier
+        self._forget_memory = forget
         self._client: Client | None = None
         self._peers: dict[tuple[str, int, int], tuple[Peer, Ref]] = {}
         self._lock = threading.Lock()
@@ -141,7 +142,7 @@ class Asker:
             del self._peers[key]
         if client is not None:
             client.disconnect(peer)
-        self._courier.forget(ref.memory)
+        self._forget_memory(ref)
 
 
 def _into(outcomes: list[Outcome]) -> Callable[[int, int, Outcome], None]:
