@@ -12,6 +12,7 @@ from typing import Any
 from controller.answers import CollectError, Empty, kind_of, library_of, short
 from controller.dispatch import Plan
 from controller.reduction import reduce
+from zbus.codec import JoinedRef, Ref
 from zbus.engine import Collect, Concat, First, PerRank, Reduce, Same
 from zbus.ragged import Ragged, entries_of
 
@@ -132,6 +133,8 @@ def _concat(plan: Plan, ranks: Sequence[int], values: Sequence[Any], empty: Empt
     heads = plan.heads or tuple(range(len(values)))
     parts = [values[head] for head in heads]
     names = [ranks[head] for head in heads]
+    if all(type(part) is Ref for part in parts):
+        return _join_refs(plan, parts, names)
     if plan.shares is None:
         return _join(parts, names, None, "", empty)
     full = [number for number, items in enumerate(plan.shares) if len(items)]
@@ -142,6 +145,20 @@ def _concat(plan: Plan, ranks: Sequence[int], values: Sequence[Any], empty: Empt
     if not full:
         return parts[0]
     return _join([parts[n] for n in full], [names[n] for n in full], [plan.shares[n] for n in full], "", empty)
+
+
+def _join_refs(plan: Plan, parts: Sequence[Ref], names: Sequence[int]) -> JoinedRef:
+    """Return one handle for what the ranks keep, with its rows in input order."""
+    for part, name in zip(parts, names, strict=True):
+        if part.rows is None:
+            msg = f"Concat cannot join what rank {name} keeps ({part.about}), which has no rows"
+            raise CollectError(msg, hint="answer one entry per item, or declare collect=PerRank()")
+    if plan.shares is None:
+        return JoinedRef(parts)
+    full = [number for number, items in enumerate(plan.shares) if len(items)] or [0]
+    chosen = [parts[number] for number in full]
+    order = _order(chosen, [names[n] for n in full], [plan.shares[n] for n in full], "") if len(full) > 1 else None
+    return JoinedRef(chosen, order)
 
 
 def _is_empty(value: Any) -> bool:

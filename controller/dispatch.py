@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from zbus.codec import Ref
+from zbus.codec import JoinedRef, Ref
 from zbus.engine import AnyOne, EndpointSpec, Everywhere, Mesh, RankZero, Scatter, Split, Whole
 from zbus.errors import ConfigError
 from zbus.ragged import Ragged
@@ -21,6 +21,10 @@ __all__ = ["Arguments", "DispatchError", "Plan", "balanced", "consecutive", "pla
 
 Empty = Callable[[Sequence[int], Any], Any]
 """Makes an uninitialised numpy array of a shape and a dtype."""
+
+
+HANDLES: Final = (Ref, JoinedRef)
+"""What stands for a value that is elsewhere, and says how many rows it has."""
 
 
 class DispatchError(ConfigError, ValueError):
@@ -248,7 +252,7 @@ def _columns(value: Any, path: str) -> list[tuple[str, int]]:
         return [(path, int(value.shape[0]))] if len(value.shape) else []
     if isinstance(value, dict):
         return [column for key, entry in value.items() for column in _columns(entry, f"{path}[{key!r}]")]
-    if isinstance(value, Ref):
+    if isinstance(value, HANDLES):
         return [] if value.rows is None else [(path, value.rows)]
     return []
 
@@ -273,7 +277,7 @@ def _take(value: Any, indices: Sequence[int], empty: Empty | None) -> Any:
         return value.take(indices, 0, made, "clip")  # "raise" would copy twice
     if isinstance(value, dict):
         return {key: _take(entry, indices, empty) for key, entry in value.items()}
-    if isinstance(value, Ref) and value.rows is not None:
+    if isinstance(value, HANDLES) and value.rows is not None:
         return value.take(indices)
     return _bare(value)
 
@@ -339,7 +343,7 @@ def _groups(spec: EndpointSpec, groups: int | str, batches: Mapping[str, Any], t
             raise DispatchError(msg, hint=f"pass a multiple of {groups} items, or name a column: Split(groups='...')")
         return [range(start, start + groups) for start in range(0, total, groups)]
     keys = _find(batches, groups)
-    if keys is None and any(isinstance(value, Ref) for _, value in _leaves(batches)):
+    if keys is None and any(isinstance(value, HANDLES) for _, value in _leaves(batches)):
         msg = f"endpoint `{spec.name}` keeps items together by `{groups}`, which stands with the owner of a Ref"
         raise DispatchError(msg, hint=f"pass `{groups}` as an argument of its own, or keep a fixed number together")
     if keys is None:
@@ -362,7 +366,7 @@ _TOKEN_COLUMNS: Final = ("attention_mask", "lengths", "input_ids")
 def _token_counts(spec: EndpointSpec, split: Split, batches: Mapping[str, Any]) -> list[float]:
     if split.tokens is not None:
         column = _find(batches, split.tokens)
-        if column is None and any(isinstance(value, Ref) for _, value in _leaves(batches)):
+        if column is None and any(isinstance(value, HANDLES) for _, value in _leaves(batches)):
             msg = f"endpoint `{spec.name}` balances by `{split.tokens}`, which stands with the owner of a Ref"
             raise DispatchError(msg, hint="a Ref tells the counts of a column `lengths` or `attention_mask` only")
         if column is None:
@@ -374,11 +378,11 @@ def _token_counts(spec: EndpointSpec, split: Split, batches: Mapping[str, Any]) 
         if column is not None:
             return _count_column(spec, name, column)
     leaves = list(_leaves(batches))
-    declared = next((one.lengths for _, one in leaves if isinstance(one, Ref) and one.lengths is not None), None)
+    declared = next((one.lengths for _, one in leaves if isinstance(one, HANDLES) and one.lengths is not None), None)
     if declared is not None:
         return [float(tokens) for tokens in declared]
     name, first = leaves[0]
-    return [1.0] * len(first) if isinstance(first, Ref) else _count_column(spec, name, first)
+    return [1.0] * len(first) if isinstance(first, HANDLES) else _count_column(spec, name, first)
 
 
 def _count_column(spec: EndpointSpec, name: str, column: Any) -> list[float]:
@@ -427,7 +431,7 @@ def _leaves(batches: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _find(batches: Mapping[str, Any], name: str) -> Any:
     """Return the column called ``name``: an argument, a dict's entry, or an entry of every item; None if none."""
     for label, value in batches.items():
-        if label == name and not isinstance(value, Ref):
+        if label == name and not isinstance(value, HANDLES):
             return value
         if isinstance(value, dict):
             found = _find({k: v for k, v in value.items() if isinstance(k, str) and _columns(v, "")}, name)

@@ -60,6 +60,10 @@ class Keeper(zbus.Engine):
     def double(self, batch: Any) -> Any:
         return {"ids": batch["ids"] * 2, "texts": batch["texts"]}
 
+    @zbus.endpoint(Split("dp", by="tokens"), collect=Concat(), effect="pure", keep=True)
+    def balance(self, batch: Any) -> Any:
+        return batch
+
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure")
     def put(self, nbytes: int) -> Any:
         return {"ref": self.ctx.put(np.full(nbytes, self.ctx.rank, np.uint8)), "rank": self.ctx.rank}

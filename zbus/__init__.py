@@ -18,6 +18,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from zbus.codec import JoinedRef as JoinedRef
     from zbus.codec import Ref as Ref
     from zbus.codec import register as register
     from zbus.engine import AnyOne as AnyOne
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from zbus.trace import traced as traced
 
 _HOMES: Final = {
-    "zbus.codec": ("Ref", "register"),
+    "zbus.codec": ("JoinedRef", "Ref", "register"),
     "zbus.engine": (
         "AnyOne",
         "Concat",

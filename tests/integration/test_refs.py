@@ -12,7 +12,7 @@ from array_engine import digest
 from controller import Controller, Role
 from launching import HERE, launch
 from waiting import scaled, wait_until
-from zbus import RefLimitError, RefLostError, RemoteError
+from zbus import JoinedRef, RefLimitError, RefLostError, RemoteError
 from zbus.codec import Ref
 from zbus.config import Config
 from zbus.config.schema import DataConfig
@@ -120,6 +120,27 @@ def test_a_value_of_256_mb_does_not_cross_the_controller(tmp_path):
         assert critic[0].corners(ref) == [0, 255, 256, MIB]
         assert critic.parts(ref) == [[0, 127, 128, MIB], [128, 255, 128, MIB]]
         assert crossed(bus) - before < 2 * 10_000
+
+
+def test_concat_of_what_ranks_keep_is_one_handle(tmp_path):
+    """Rows in input order, however they were spread; each rank of another group takes its own from whoever has them."""
+    with launch(tmp_path, {"actor": keepers(replicas=3), "critic": keepers()}) as bus:
+        actor, critic = bus.group("actor"), bus.group("critic")
+        batch = {"ids": np.arange(50_000).reshape(50, 1000), "texts": [str(row) for row in range(50)]}
+        joined = actor.double(batch)
+        assert (type(joined), joined.rows) == (JoinedRef, 50)
+        assert np.array_equal(joined.get()["ids"], batch["ids"] * 2)
+        assert [share["texts"] for share in critic.share(joined)] == [batch["texts"][:25], batch["texts"][25:]]
+        again = critic.double(joined)
+        assert np.array_equal(bus.get({"x": again[10:45]})["x"]["ids"], batch["ids"][10:45] * 4)
+        assert critic[1].digest(again.take([49, 0, 25]))["texts"] == ["49", "0", "25"]
+        spread = actor.balance({"lengths": np.arange(1, 21), "ids": np.arange(20)})
+        assert spread.order is not None
+        assert spread.get()["ids"].tolist() == list(range(20))
+        assert [share["ids"].tolist() for share in critic.share(spread)] == [list(range(10)), list(range(10, 20))]
+        again.release()
+        del joined, spread
+        until_nothing_is_kept(bus)
 
 
 def test_the_controllers_own_values_are_copied_once(tmp_path):
@@ -293,7 +314,7 @@ def test_a_guest_that_dies_keeps_nothing(tmp_path):
 
 @pytest.mark.parametrize("shared", [0, 3 * MIB], ids=["none", "little"])
 def test_without_shared_memory_values_are_pulled_from_their_owner(tmp_path, shared):
-    """Only the rows that are wanted leave the owner; whole, by ranges and picked; a lost owner is named all the same."""
+    """Only the rows that are wanted leave the owner; whole, by ranges and picked; a lost owner is named too."""
     with launch(tmp_path, roles(), config=Config(data=DataConfig(shared_memory=shared, refs=1 << 30))) as bus:
         actor, critic = bus.group("actor"), bus.group("critic")
         ref = actor[0].make.options(keep=True)(128, 8192)

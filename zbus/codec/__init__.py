@@ -5,7 +5,7 @@ See ``docs/reference/codec.md`` for what is carried and how it arrives.
 
 from __future__ import annotations
 
-from zbus.codec import refs, stdlib
+from zbus.codec import joined, refs, stdlib
 from zbus.codec.classes import register, registered
 from zbus.codec.decoder import decode, decode_calls
 from zbus.codec.encoder import (
@@ -18,6 +18,7 @@ from zbus.codec.encoder import (
     encode_plain_calls,
 )
 from zbus.codec.exceptions import describe_exception, rebuild_exception, register_exception
+from zbus.codec.joined import JoinedRef
 from zbus.codec.limits import DEFAULT_LIMITS, Limits
 from zbus.codec.refs import Ref
 from zbus.protocol.messages import Buffer
@@ -25,6 +26,7 @@ from zbus.protocol.messages import Buffer
 __all__ = [
     "DEFAULT_LIMITS",
     "Buffer",
+    "JoinedRef",
     "Keep",
     "Limits",
     "Ref",
@@ -45,3 +47,4 @@ __all__ = [
 
 stdlib.install()
 refs.install()
+joined.install()

@@ -37,7 +37,7 @@ from zbus.errors import CodecError, ConfigError, RefLimitError, RefLostError
 if TYPE_CHECKING:
     from zbus.protocol.messages import Buffers
 
-__all__ = ["Home", "Kept", "Ref", "install", "lost", "rows_from_wire", "rows_to_wire"]
+__all__ = ["Home", "Kept", "Ref", "install", "lost", "rows_from_wire", "rows_to_wire", "size_text"]
 
 _REF: Final = marker(Kind.REF)
 _KEPT: Final = marker(Kind.KEPT)
@@ -226,14 +226,15 @@ class Ref:
         rows = "" if self.rows is None else f", {self.rows} rows"
         if self.chosen is not None and isinstance(self.chosen, range):
             rows = f", rows {self.chosen.start}..{self.chosen.stop - 1}" if self.chosen else ", no rows"
-        return f"<Ref {self.owner} {self.method}: {self.about}, {_size(self.nbytes)}{rows}>"
+        return f"<Ref {self.owner} {self.method}: {self.about}, {size_text(self.nbytes)}{rows}>"
 
     def __reduce__(self) -> Any:
         msg = "a Ref is a handle within one run; keep its value (ref.get()) instead"
         raise TypeError(msg)
 
 
-def _size(nbytes: float) -> str:
+def size_text(nbytes: float) -> str:
+    """Return a size as people read it."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024 or unit == "GiB":
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -376,4 +377,4 @@ def lost(ref: Ref, why: str, *, hint: str | None = None) -> RefLostError:
 
 
 def _about(ref: Ref) -> str:
-    return f"what `{ref.method}` made ({ref.about}, {_size(ref.nbytes)})"
+    return f"what `{ref.method}` made ({ref.about}, {size_text(ref.nbytes)})"

@@ -7,9 +7,12 @@ column of a dict. Everything else goes along whole. numpy and torch are used onl
 from __future__ import annotations
 
 import array
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
+
+from zbus.ragged import Ragged
 
 __all__ = ["LENGTH_COLUMNS", "describe", "join", "lengths_of", "packed", "rows_of", "take", "unpacked"]
 
@@ -28,7 +31,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _columns(value: Any) -> list[int]:
-    if _is_sequence(value):
+    if _is_sequence(value) or isinstance(value, Ragged):
         return [len(value)]
     if _is_array(value):
         return [int(value.shape[0])] if len(value.shape) else []
@@ -44,7 +47,12 @@ def rows_of(value: Any) -> int | None:
 
 
 def lengths_of(value: Any) -> list[int] | None:
-    """Return the token count of each row, if a dict declares them in a column of ``LENGTH_COLUMNS``; else None."""
+    """Return the token count of each row, where a value says it; else None.
+
+    A dict does in a column of ``LENGTH_COLUMNS``, or by its first ``Ragged``; so does a ``Ragged`` itself.
+    """
+    if isinstance(value, Ragged):
+        return [int(count) for count in value.lengths]
     if not isinstance(value, dict):
         return None
     for name in LENGTH_COLUMNS:
@@ -58,11 +66,14 @@ def lengths_of(value: Any) -> list[int] | None:
         counts = [sum(item) if _is_sequence(item) else item for item in column]
         if all(isinstance(count, int) and count >= 0 for count in counts):
             return counts
-    return None
+    ragged = next((column for column in value.values() if isinstance(column, Ragged)), None)
+    return None if ragged is None else lengths_of(ragged)
 
 
 def take(value: Any, rows: Sequence[int]) -> Any:
     """Return some rows of a value: of a range, views; of scattered numbers, copies."""
+    if isinstance(value, Ragged):
+        return value[rows.start : rows.stop] if isinstance(rows, range) else value.take(rows)
     if _is_sequence(value):
         if isinstance(rows, range):
             return value[rows.start : rows.stop]
@@ -94,6 +105,8 @@ def _join(parts: Sequence[Any], path: str) -> Any:
         names = ", ".join(sorted({type(part).__name__ for part in parts}))
         msg = f"parts of different types{path}: {names}"
         raise ValueError(msg)
+    if isinstance(first, Ragged):
+        return _join_ragged(parts, path)
     if _is_sequence(first):
         joined = [item for part in parts for item in part]
         return joined if isinstance(first, list) else tuple(joined)
@@ -117,6 +130,15 @@ def _join(parts: Sequence[Any], path: str) -> Any:
     return np.concatenate(list(parts))
 
 
+def _join_ragged(parts: Sequence[Ragged], path: str) -> Ragged:
+    import numpy as np
+
+    ends = itertools.accumulate(len(part.values) for part in parts)
+    starts = [0, *ends]
+    offsets = [part.offsets[1:] + start for part, start in zip(parts, starts, strict=False)]
+    return Ragged(_join([part.values for part in parts], path), np.concatenate([[0], *offsets]))
+
+
 def describe(value: Any) -> str:
     """Return types and shapes of a value in one short line, such as ``dict(ids int64 [64, 4096], text list of 64)``."""
     text = _describe(value, 2)
@@ -126,6 +148,8 @@ def describe(value: Any) -> str:
 def _describe(value: Any, depth: int) -> str:
     if _is_array(value):
         return f"{str(value.dtype).removeprefix('torch.')} {list(map(int, value.shape))}"
+    if isinstance(value, Ragged):
+        return f"ragged {str(value.values.dtype).removeprefix('torch.')} [{len(value)} x ..]"
     if isinstance(value, dict) and depth and len(value) <= 16:
         return f"dict({', '.join(f'{key} {_describe(entry, depth - 1)}' for key, entry in value.items())})"
     if _is_sequence(value) or isinstance(value, dict | set | frozenset):

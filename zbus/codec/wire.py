@@ -54,6 +54,7 @@ class Kind(enum.IntEnum):
     NAMEDTUPLE = 35  # tag, items
     REF = 40  # see zbus.codec.refs
     KEPT = 41  # chosen rows, body, buffer indices
+    REF_JOINED = 42  # order of rows or nil, REFs
     NDARRAY = 48  # dtype, bin or buffer index, dimensions
     NDARRAY_F = 49  # the same in column-major order
     NPSCALAR = 50  # dtype, bytes

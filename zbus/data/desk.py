@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from zbus.clock import SYSTEM_CLOCK, Clock
-from zbus.codec import Ref, decode, encode
+from zbus.codec import JoinedRef, Ref, decode, encode
 from zbus.codec.refs import lost, rows_from_wire, rows_to_wire
 from zbus.codec.rows import describe, lengths_of, rows_of, take
 from zbus.data.carriage import Offers
@@ -395,6 +395,8 @@ def fill(value: Any, get: Callable[[Ref], Any]) -> Any:
     """Return a value with what ``get`` returns in place of each handle in it, through lists, tuples and dicts."""
     if type(value) is Ref:
         return get(value)
+    if type(value) is JoinedRef:
+        return value.made(get)
     if type(value) is list:
         return [fill(item, get) for item in value]
     if type(value) is tuple:

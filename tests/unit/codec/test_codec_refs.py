@@ -7,8 +7,10 @@ import pickle
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from zbus import ConfigError, Ref
+from zbus import ConfigError, JoinedRef, Ragged, Ref
 from zbus.codec import decode, encode
 from zbus.codec.rows import describe, join, lengths_of, rows_of, take
 from zbus.errors import CodecError
@@ -171,3 +173,64 @@ def test_token_counts_are_those_the_value_declares():
     assert describe(BATCH) == (
         "dict(ids int64 [4, 3], lengths int64 [4], texts list of 4, more dict(mask bool [4]), step int)"
     )
+
+
+def test_ragged_columns_are_rows_too():
+    """Sequences of different length: counted, taken and joined as they are; they say their token counts."""
+    value = {"ids": Ragged.of([[1, 2], [3], [4, 5, 6]]), "reward": np.array([0.1, 0.2, 0.3])}
+    assert rows_of(value) == 3
+    assert lengths_of(value) == [2, 1, 3]
+    assert [list(row) for row in take(value, [2, 0])["ids"]] == [[4, 5, 6], [1, 2]]
+    joined = join([take(value, range(1)), take(value, range(1, 3))])
+    assert [list(row) for row in joined["ids"]] == [[1, 2], [3], [4, 5, 6]]
+    assert describe(value) == "dict(ids ragged int64 [3 x ..], reward float64 [3])"
+
+
+SIZES = st.lists(st.integers(0, 4), min_size=1, max_size=4)
+
+
+@given(sizes=SIZES, data=st.data())
+def test_rows_of_a_joined_handle_are_those_of_its_parts(sizes, data):
+    """Any rows of any order, also of rows taken before, come from the right part, and from no part too much."""
+    parts = [
+        ref(number=number, rows=size, lengths=[10 * number + row for row in range(size)])
+        for number, size in enumerate(sizes, 1)
+    ]
+    values = {part.number: [f"{part.number}.{row}" for row in range(part.rows)] for part in parts}
+    flat = [item for value in values.values() for item in value]
+    order = data.draw(st.none() | st.permutations(range(len(flat))))
+    asked = []
+
+    def get(part):
+        asked.append(part)
+        value = values[part.number]
+        return value if part.chosen is None else take(value, part.chosen)
+
+    joined = JoinedRef(parts, order)
+    expected = flat if order is None else [flat[place] for place in order]
+    assert back(joined) == joined
+    assert joined.made(get) == expected
+    assert len(joined) == len(expected)
+    assert [f"{length // 10}.{length % 10}" for length in joined.lengths] == expected
+    for _ in range(2):
+        if not expected:
+            return
+        rows = data.draw(st.lists(st.sampled_from(range(len(expected))), min_size=1, unique=True))
+        joined, expected = joined.take(rows), [expected[row] for row in rows]
+        asked.clear()
+        assert (joined.made(get) if isinstance(joined, JoinedRef) else get(joined)) == expected
+        assert sum(part.rows for part in asked) == len(expected)
+
+
+def test_a_joined_handle_that_is_none_is_refused():
+    """Its order must be one, its parts handles with rows."""
+    good = JoinedRef([ref(rows=2, lengths=None), ref(number=8, rows=1, lengths=None)], [2, 0, 1])
+    assert back(good) == good
+    assert good[1:3] == good.parts[0]
+    for order in ([0, 1], [0, 1, 1], [0, 1, 3]):
+        with pytest.raises(CodecError, match="rows are not those"):
+            back(JoinedRef(good.parts, order))
+    with pytest.raises(ConfigError, match="without rows"):
+        JoinedRef([ref(rows=None, lengths=None)])
+    with pytest.raises(CodecError, match="parts are none"):
+        decode([encode(good)[0].replace(encode(good.parts[0])[0], b"\x01")])
