@@ -7,8 +7,9 @@
 so that memory mapped lazily pays for its pages. ``in_place_256mb`` sends an array that was made where it is sent from.
 ``broadcast_16mb`` sends one array to four workers. ``rl_batch`` splits 256 x 4,096 tokens in four arrays over four
 workers and gathers arrays of the same shape. ``tcp_256mb`` sends an array to a worker that shares no memory, and
-``tcp_256mb_recv`` has one sent back: their ``ratio`` is to ``frames-tcp`` (raw pyzmq frames over tcp). Unit: GB/s, or
-ms. ``ratio`` is else the median of the ratios to ``shm`` (a segment made once, a copy in, a note over a pyzmq pair, a
+``tcp_256mb_recv`` has one sent back: their ``ratio`` is to ``frames-tcp`` (raw pyzmq frames over tcp). ``ref_256mb``
+has one worker keep an array that it makes and another take it by its ``Ref``; ``shm`` moves it once. Unit: GB/s, or ms.
+``ratio`` is else the median of the ratios to ``shm`` (a segment made once, a copy in, a note over a pyzmq pair, a
 mapped view) of the same round, ``limit`` that to ``memcpy``.
 
 Systems: ``zbus`` (over ipc, on this host: shared memory), ``zbus-frames`` (shared memory switched off), ``frames`` (raw
@@ -232,6 +233,11 @@ class Zbus:
         self.one.take(array)
         return time.perf_counter() - began
 
+    def ref(self, size: int) -> None:
+        """Have one worker keep an array that it makes, and another take it from there."""
+        kept = self.one.give.options(keep=True)(size)
+        self.group[1].take(kept)
+
     def close(self) -> None:
         self.bus.close()
 
@@ -270,6 +276,14 @@ def measure_far(results: Results, far: dict[str, Any], array: Any, copy_s: float
             results.add(workload, label, "GB/s", figure, figures["frames-tcp"], size / copy_s / 1e9)
 
 
+def measure_refs(results: Results, pairs: dict[str, Zbus], shm: Shm, copy: float) -> None:
+    """Take one round of ``ref_256mb``, where it is wanted."""
+    if pairs:
+        size = SIZES["256mb"]
+        times = {label: seconds(partial(one.ref, size), 5) for label, one in pairs.items()}
+        results.take("ref_256mb", "GB/s", {"memcpy": copy, "shm": seconds(partial(shm.recv, size), 5), **times}, size)
+
+
 def run(rounds: int, wanted: Callable[[str], bool], rivals: Rivals) -> Results:
     """Run all rounds and return the figures."""
     results = Results()
@@ -285,7 +299,8 @@ def run(rounds: int, wanted: Callable[[str], bool], rivals: Rivals) -> Results:
             "zbus": Zbus(workers, directory, None),
             "zbus-frames": Zbus(workers, directory, 0),
         }
-        for system in (*systems.values(), *far.values()):
+        pairs = {"zbus": Zbus(2, directory, None), "zbus-frames": Zbus(2, directory, 0)} if wanted("ref_256mb") else {}
+        for system in (*systems.values(), *far.values(), *pairs.values()):
             stack.callback(system.close)
         source = {name: np.ones(size, np.uint8) for name, size in SIZES.items()}
         target = np.ones(SIZES["256mb"], np.uint8)
@@ -308,6 +323,7 @@ def run(rounds: int, wanted: Callable[[str], bool], rivals: Rivals) -> Results:
             if wanted("in_place_256mb"):
                 times = sorted(systems["zbus"].in_place(SIZES["256mb"]) for _ in range(7))
                 results.take("in_place_256mb", "ms", {"memcpy": copies["256mb"], "zbus": times[3]})
+            measure_refs(results, pairs, systems["shm"], copies["256mb"])
             if wanted("broadcast_16mb"):
                 times = {label: seconds(partial(one.broadcast, source["16mb"]), 20) for label, one in systems.items()}
                 results.take("broadcast_16mb", "ms", {"memcpy": copies["16mb"], **times})

@@ -517,7 +517,7 @@ class Controller:
 
     def _keep_refs(self, client: Client, porter: Porter, config: Config, incarnation: int) -> None:
         desk = Desk(
-            Owner("controller", 0, incarnation), porter.courier,
+            Owner("controller", 0, incarnation), porter,
             limit=config.data.refs, lease_s=config.data.ref_lease, inlines=True,
             carriage=BulkCarriage(porter, self._owner_is_gone),
         )  # fmt: skip

@@ -34,6 +34,7 @@ from zbus.data.carriage import Offers
 from zbus.data.courier import Courier
 from zbus.data.desk import Desk, Owner
 from zbus.data.holds import Tell
+from zbus.data.porter import Porter
 from zbus.engine import EndpointSpec, Engine, Mesh, endpoints_of, lanes_of, table_to_wire
 from zbus.errors import EngineLoadError, TransportError, Unavailable
 from zbus.ids import Incarnation, WorkerName, new_incarnation
@@ -601,7 +602,7 @@ class InlineRefs:
 
     def desk(self, owner: Owner, *, inlines: bool = False) -> Desk:
         """Return where a rank, or this controller, keeps values: in memory of its own."""
-        return Desk(owner, Courier(None, 0), carriage=self, inlines=inlines)
+        return Desk(owner, Porter(Courier(None, 0), None), carriage=self, inlines=inlines)
 
     def ask(self, ref: Ref, question: tuple[Any, ...], _deadline_ns: int) -> Mapping[str, Any]:
         """Ask the rank that keeps a value."""

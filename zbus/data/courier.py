@@ -118,8 +118,8 @@ class Courier:
         return keep
 
     def lend(self, data: memoryview | bytes) -> Lease | None:
-        """Copy contiguous bytes into shared memory, where some peer is near; None if there is no room."""
-        return self._arena().lend(data)
+        """Copy contiguous bytes into shared memory; None if there is none, or no room."""
+        return None if self._presence is None else self._arena().lend(data)
 
     def keeper_for(self, peer: str) -> Keep | None:
         """Return what an encoder does with large arrays of an answer to one peer; None: it copies them."""
@@ -148,14 +148,6 @@ class Courier:
     def in_full(frames: Buffers) -> Buffers:
         """Return frames that anybody can read; the memory behind them stays for as long as they do."""
         return [frame.arena.view(frame) if type(frame) is Lease else frame for frame in frames]
-
-    def lent(self, data: memoryview | bytes) -> Buffer:
-        """Return what stands for memory that is kept: a lease with a copy of it in shared memory, or a private copy."""
-        if self._presence is not None and len(data) >= SHARED_FROM:
-            lease = self._arena().lend(data)
-            if lease is not None:
-                return lease
-        return bytes(data)
 
     def room(self) -> int:
         """Return how many bytes this process may lend; without shared memory, half of the memory of the host."""

@@ -19,8 +19,8 @@ from zbus.codec import JoinedRef, Ref, decode, encode
 from zbus.codec.refs import lost, rows_from_wire, rows_to_wire
 from zbus.codec.rows import describe, lengths_of, rows_of, take
 from zbus.data.carriage import Offers
-from zbus.data.courier import Courier
 from zbus.data.lease import Lease
+from zbus.data.porter import Porter
 from zbus.data.refstore import OWN, Full, Holding, RefStore
 from zbus.errors import CodecError, RefLimitError, RefLostError
 from zbus.protocol.messages import Buffer, Buffers, nbytes_of
@@ -83,11 +83,11 @@ class _Value:
         self._rest: Buffer | None = None
         self.offers = Offers()
 
-    def rest(self, courier: Courier) -> Buffer:
+    def rest(self, porter: Porter) -> Buffer:
         """Return the buffers that are too small for slots of their own, as one."""
         if self._rest is None:
             joined = b"".join(bytes(frame) for frame in self.frames[1:] if type(frame) is not Lease)
-            self._rest = courier.lent(joined)
+            self._rest = porter.kept(joined)
         return self._rest
 
 
@@ -109,7 +109,7 @@ class Desk:
 
     Args:
         owner: This process.
-        courier: Its shared memory.
+        porter: Its memory, shared and its own.
         limit: Most bytes kept at once; None for half of what it may lend (a quarter of the memory of the host where
             there is no shared memory).
         lease_s: How long a silent holder keeps what it has.
@@ -121,7 +121,7 @@ class Desk:
     def __init__(
         self,
         owner: Owner,
-        courier: Courier,
+        porter: Porter,
         *,
         limit: int | None = None,
         lease_s: float = LEASE_S,
@@ -131,13 +131,13 @@ class Desk:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.owner = owner
-        self._courier = courier
+        self._porter = porter
         self.carriage = carriage
         self._is_over = is_over
         self._inlines = inlines
         self._now = clock.monotonic_ns
         self._lock = threading.Lock()
-        most = courier.room() // 2 if limit is None else limit
+        most = porter.courier.room() // 2 if limit is None else limit
         self._store = RefStore(secrets.randbits(_GENERATION_BITS), most, int(lease_s * 1e9))
 
     # -- keeping -------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class Desk:
             CodecError: It cannot be carried.
             RefLimitError: This process keeps as much as it may.
         """
-        kept = _Value(encode(value, snapshot=True, keep=self._courier.lent))
+        kept = _Value(encode(value, snapshot=True, keep=self._porter.kept))
         with self._lock:
             self._store.tick(self._now(), self._is_over)
             try:
@@ -179,7 +179,7 @@ class Desk:
         mine = _Mine(self, number) if self._inlines else None
         ref = Ref(
             role=self.owner.role, rank=self.owner.rank, incarnation=self.owner.incarnation, generation=generation,
-            number=number, memory=self._courier.token, endpoints=self.owner.endpoints, nbytes=kept.nbytes,
+            number=number, memory=self._porter.courier.token, endpoints=self.owner.endpoints, nbytes=kept.nbytes,
             rows=rows_of(value), lengths=lengths_of(value), method=method, about=describe(value), kept=mine,
         )  # fmt: skip
         if mine is not None:
@@ -242,10 +242,10 @@ class Desk:
     def _answer_near(self, value: _Value, reader: str) -> dict[str, Any] | None:
         frames = value.frames
         leases: list[Buffer] = [frame for frame in frames if type(frame) is Lease]
-        rest = value.rest(self._courier)
+        rest = value.rest(self._porter)
         named = [*leases, rest] if type(rest) is Lease else leases
         too_long = type(rest) is not Lease and nbytes_of(rest) > _INLINE
-        if too_long or self._courier.addressed(named, reader) is not named:
+        if too_long or self._porter.courier.addressed(named, reader) is not named:
             return None
         return {
             "body": bytes(frames[0]),
@@ -258,7 +258,7 @@ class Desk:
         if self.carriage is None:
             return {"gone": _NO_WAY}
         chosen = rows_from_wire(rows)
-        whole = self._courier.in_full(value.frames)
+        whole = self._porter.courier.in_full(value.frames)
         frames = whole if chosen is None else encode(take(_shown(whole), chosen))
         return {
             "body": bytes(frames[0]),
@@ -275,7 +275,7 @@ class Desk:
 
     def reader_for(self, ref: Ref) -> str:
         """Return what the owner of a handle is told, so that this process may read its memory; empty if it cannot."""
-        return self._courier.token if self._courier.is_near(ref.memory) else ""
+        return self._porter.courier.token if self._porter.courier.is_near(ref.memory) else ""
 
     def question(self, ref: Ref) -> tuple[Any, ...]:
         """Return the arguments of ``answer`` for a handle."""
@@ -303,7 +303,7 @@ class Desk:
             raise lost(ref, f"it cannot be read: {error.message}") from error
 
     def _mapped(self, ref: Ref, answer: Mapping[str, Any]) -> list[Buffer]:
-        opened = list(self._courier.opened([b"", *answer["lent"], answer["rest"]], ref.memory))
+        opened = list(self._porter.courier.opened([b"", *answer["lent"], answer["rest"]], ref.memory))
         rest = memoryview(bytes(opened.pop()))
         lent = iter(opened[1:])
         frames: list[Buffer] = [answer["body"]]
@@ -326,10 +326,10 @@ class Desk:
             held = self._store.find(ref.generation, ref.number)
         if isinstance(held, str):
             raise lost(ref, held)
-        near = self._answer_near(held.value, self._courier.token) if self._courier.token else None
+        near = self._answer_near(held.value, self._porter.courier.token) if self._porter.courier.token else None
         if near is not None:
             return self.opened(ref, near, 0)
-        value = _shown(self._courier.in_full(held.value.frames))
+        value = _shown(self._porter.courier.in_full(held.value.frames))
         return value if ref.chosen is None else take(value, ref.chosen)
 
     def frames_of(self, ref: Ref | None, number: int) -> Buffers:

@@ -238,6 +238,19 @@ class Porter:
     def _offers_to(self, peers: Sequence[Reach]) -> bool:
         return self.bulk is not None and bool(self.bulk.endpoints) and any(peer.data for peer in peers)
 
+    def kept(self, data: memoryview | bytes) -> Buffer:
+        """Return what stands for memory that is kept: a lease with a copy of it in shared memory, or a private copy."""
+        if len(data) < SHARED_FROM:
+            return bytes(data)
+        lease = self.courier.lend(data)
+        if lease is not None:
+            return lease
+        import numpy as np
+
+        copy = self._warm_memory().empty((len(data),), "u1")
+        np.copyto(copy, np.frombuffer(data, np.uint8))
+        return copy.data.toreadonly()
+
     def offer(self, view: memoryview) -> Offer:
         """Offer memory as it stands, which must not change, for as long as the frame that is returned is kept."""
         bulk = self.bulk

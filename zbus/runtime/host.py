@@ -174,7 +174,7 @@ class _Host:
         self.porter = Porter(Courier.enter(config.job.shared_memory), self.bulk)
         self.desk = Desk(
             Owner(config.role, config.rank, config.incarnation),
-            self.porter.courier,
+            self.porter,
             limit=config.job.refs,
             lease_s=config.job.ref_lease_s,
             is_over=self._holder_is_over,
