@@ -12,8 +12,8 @@ from typing import Final
 
 from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.discovery.hints import Hint, HintKind, encode_hint, topic_of
-from zbus.discovery.redial import Redial
 from zbus.errors import RegistryError, ZbusError
+from zbus.protocol.redial import Redial
 from zbus.registry.records import AgentRecord, EpochRecord, ExitRecord, Records, WorkerRecord
 from zbus.transport.pubsub import Publisher, wait_readable
 from zbus.transport.sockets import SocketFactory

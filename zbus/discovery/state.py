@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from zbus.discovery.hints import Hint, HintKind
-from zbus.discovery.redial import Redial
 from zbus.ids import WorkerName
+from zbus.protocol.redial import Redial
 from zbus.registry.lease import LeaseObserver, LeaseState
 from zbus.registry.records import AgentRecord, EpochRecord, ExitRecord, Lease, WorkerRecord
 from zbus.transport.pubsub import Delivery

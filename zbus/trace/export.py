@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import select
 import threading
 import time
@@ -22,6 +23,7 @@ import msgspec
 
 from zbus.clock import ClockId, clock_id
 from zbus.errors import ZbusError
+from zbus.protocol.redial import Redial
 from zbus.registry.file import FileRegistry
 from zbus.trace import wire
 from zbus.trace.blocks import Block, ClockLine, LossLine, encode_block
@@ -158,6 +160,7 @@ class Exporter:
         registry: Registry directory, where a restarted sidecar is found again.
         record: Where the sidecar listens.
         factory: Makes the socket; its own by default.
+        redial_s: Seconds of silence after which the sidecar is connected to anew; then less and less often.
     """
 
     def __init__(
@@ -167,6 +170,7 @@ class Exporter:
         record: wire.SidecarRecord,
         *,
         factory: SocketFactory | None = None,
+        redial_s: float = 2.0,
     ) -> None:
         facts = writer.opening_facts()
         try:
@@ -188,6 +192,7 @@ class Exporter:
         )
         self._lost_since = writer.clock.monotonic_ns()
         self._next_look = 0.0
+        self._redial = Redial(first_s=redial_s, jitter=random.random())  # noqa: S311  # no secret
         self._own_clock = clock_id()
         self._clocks = ClockFilter()
         self._points: list[ClockLine] = []
@@ -208,9 +213,10 @@ class Exporter:
         with self._lock:
             self._say_lost()
             if self._outbox.alive:
+                self._redial.heard()
                 self._sample_clock()
             else:
-                self._look_again()
+                self._find_again()
                 self._outbox.introduce()
 
     def close(self, counts: Callable[[], dict[str, Any]]) -> None:
@@ -270,6 +276,12 @@ class Exporter:
         near = [e for e in record.endpoints if e.startswith("ipc://") == here] or record.endpoints
         self._factory.connect(self._socket, near[0])  # one: a DEALER with two would spread its messages over both
         self._record = record
+
+    def _find_again(self) -> None:
+        """Turn to where a silent sidecar is by now, or else connect anew: libzmq may have given the connection up."""
+        if not self._look_again() and self._redial.silent(time.monotonic_ns()):
+            self._socket.close(0)
+            self._connect(self._record)
 
     def _look_again(self) -> bool:
         """Look, once a second, whether the sidecar is somewhere else by now; return whether we turned to it."""

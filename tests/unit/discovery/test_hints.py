@@ -53,16 +53,3 @@ def test_topics_do_not_run_into_each_other():
     """Hints and probes have prefixes of their own."""
     assert topic_of("actor") == "hint/actor"
     assert probe_topic(10) == "probe/000000000000000a"
-
-
-def test_a_silent_hub_is_dialled_less_and_less_often():
-    """2 s, 4 s, … 30 s while nothing comes, from the start again once something came."""
-    from zbus.discovery.redial import Redial
-
-    redial = Redial()
-    dialled = [second for second in range(130) if redial.silent(second * 1_000_000_000)]
-    assert dialled == [2, 6, 14, 30, 60, 90, 120]
-    redial.heard()
-    assert not redial.silent(200_000_000_000)
-    assert redial.silent(202_000_000_000)
-    assert redial.count == 8

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from link_kit import foreign_service, free_port, is_free
 from sidecar_kit import TrialFiles
 from waiting import wait_until
 from zbus.clock import boot_id, time_namespace
@@ -29,8 +30,9 @@ from zbus.transport.sockets import SocketFactory
 class Bench:
     """A sidecar and one process's writer in one thread, driven by hand."""
 
-    def __init__(self, trial: Path) -> None:
+    def __init__(self, trial: Path, endpoint: str | None = None) -> None:
         self.trial = trial
+        self.endpoint = endpoint  # where each sidecar listens
         self.root = trial / "traces"
         (trial / "registry").mkdir(mode=0o700)
         self.factory = SocketFactory(max_sockets=16)
@@ -43,14 +45,14 @@ class Bench:
         self.start()
         record = sidecar_record(trial / "registry")
         assert record is not None
-        self.exporter = Exporter(self.writer, trial / "registry", record)
+        self.exporter = Exporter(self.writer, trial / "registry", record, redial_s=0.1)
         self.n = 0
         self.meet()
 
     def start(self) -> Collector:
         """Start a sidecar and publish it."""
         self.collector = Collector(self.root, self.factory)
-        endpoints = self.collector.bind([f"ipc://{self.trial}/s.{os.urandom(3).hex()}"])
+        endpoints = self.collector.bind([self.endpoint or f"ipc://{self.trial}/s.{os.urandom(3).hex()}"])
         record = wire.SidecarRecord(endpoints=endpoints, boot_id=boot_id(), time_ns=time_namespace())
         registry = FileRegistry(self.trial / "registry")
         registry.put(SIDECAR_KEY, msgspec.json.encode(record))
@@ -447,6 +449,43 @@ def test_large_records_go_in_smaller_blocks_and_one_that_is_too_large_is_counted
     assert files.numbers == list(range(50))
     assert files.named("zbus_loss")[0]["args"]["reason"] == "too_large"
     assert len(files.blocks) > 10
+
+
+def test_a_sidecar_is_dialled_anew_after_bytes_that_are_no_protocol(short_dir):
+    """Another service answers at the sidecar's address for a while, so libzmq gives up: the spill still gets there."""
+    port = free_port()
+    bench = Bench(short_dir, f"tcp://127.0.0.1:{port}")
+    given_up = threading.Event()
+
+    def serve(connection):
+        try:
+            connection.sendall(b"SSH-2.0-OpenSSH_9.7\r\n")
+            while connection.recv(100):
+                pass
+        finally:  # mostly it is reset
+            given_up.set()
+
+    try:
+        bench.tick(2)
+        bench.settle()
+        bench.crash()
+        wait_until(lambda: is_free(port), what="a port that is free again")
+        with foreign_service(port, serve):
+            wait_until(given_up.is_set, what="libzmq to give up")
+            bench.tick(3)
+            wait_until(lambda: (bench.exporter.settle(), not bench.exporter._outbox.alive)[1], what="silence")
+        bench.start()
+        bench.tick(4)
+        outbox = bench.exporter._outbox
+        wait_until(
+            lambda: (bench.settle(), outbox.alive and not bench.exporter._spill.waiting)[1], what="the sidecar again"
+        )
+        files = TrialFiles(bench.trial)
+        assert files.numbers == list(range(9))
+        assert max(files.blocks.values()) == 1
+        assert counts_add_up(bench)["lost"] == {}
+    finally:
+        bench.close()
 
 
 def test_a_loss_is_said_through_the_sidecar(bench):

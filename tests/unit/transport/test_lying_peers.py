@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgpack
 import pytest
 import zmq
 
+from link_kit import NAME, call, echo_worker
 from waiting import scaled
 from zbus.codec import decode, encode
-from zbus.ids import WorkerName, new_session
+from zbus.ids import new_session
 from zbus.protocol import frames
-from zbus.protocol.messages import Execute, Header, Kind, Outcome, OutcomeKind, Status
-from zbus.transport.client import Client, Peer, PeerState
-from zbus.transport.server import Server
-from zbus.transport.sockets import SocketFactory
+from zbus.protocol.messages import Header, Kind, Outcome, OutcomeKind, Status
+from zbus.transport.client import Client, PeerState
 
-NAME = WorkerName("actor", 0)
 OK = OutcomeKind.OK
-
-
-@pytest.fixture
-def factory() -> Iterator[SocketFactory]:
-    """Give a factory, and check that all its sockets were closed."""
-    factory = SocketFactory(max_sockets=64)
-    yield factory
-    assert factory.close(), factory.open_sockets
 
 
 class FakeWorker:
@@ -120,35 +109,6 @@ def test_wrong_answers_are_dropped_and_the_right_one_stands(factory, tmp_path, l
         fake.close()
 
 
-@contextlib.contextmanager
-def serving(factory: SocketFactory, endpoint: str) -> Iterator[Server]:
-    """Serve an echo at an endpoint."""
-
-    def run(request: Execute) -> None:
-        server.finish(request, 0, Kind.RESULT, Status.OK, [bytes(buffer) for buffer in request.buffers])
-
-    server = Server(name=NAME, incarnation=1, factory=factory, lanes={"main": 1, "ctl": 1}, dispatch=run)
-    server.bind("main", endpoint)
-    server.start()
-    thread = threading.Thread(target=server.run, args=(run,))
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.stop()
-        thread.join(scaled(10))
-        server.close()
-
-
-def call(client: Client, peer: Peer, value: object) -> object:
-    """Make one call and return its answer."""
-    told: list[Outcome] = []
-    client.place([peer], "main", [encode(value)], 1, deadline_s=scaled(20), sink=lambda *one: told.append(one[2]))
-    assert client.wait(lambda: bool(told), scaled(20))
-    assert told[0].kind is OK, told[0]
-    return decode(told[0].payload)
-
-
 def test_what_is_no_message_is_counted_and_the_others_are_served(factory, tmp_path):
     """Rows 65 and 66: a raw peer sends other versions and kinds, frames too few and too many, each byte changed."""
     endpoint = f"ipc://{tmp_path}/worker"
@@ -174,7 +134,7 @@ def test_what_is_no_message_is_counted_and_the_others_are_served(factory, tmp_pa
     raw = context.socket(zmq.DEALER)
     client = Client(session=new_session(), epoch=1, factory=factory)
     try:
-        with serving(factory, endpoint) as server:
+        with echo_worker(factory, endpoint) as (server, _):
             raw.connect(endpoint)
             peer = client.connect(NAME, 1, {"main": [endpoint]})
             assert client.wait(lambda: peer.state is PeerState.READY, scaled(10))

@@ -7,15 +7,6 @@ import zmq
 from waiting import wait_until
 from zbus.errors import TransportError
 from zbus.transport.multipart import COPY_LIMIT, PeerGone, Receiver, TornMessage, require_contiguous, send
-from zbus.transport.sockets import SocketFactory
-
-
-@pytest.fixture
-def factory():
-    """Give a factory, and check that the test closed every socket."""
-    made = SocketFactory(max_sockets=64)
-    yield made
-    assert made.close(), f"sockets left open: {made.open_sockets}"
 
 
 @pytest.fixture

@@ -15,17 +15,8 @@ from zbus.transport.pubsub import (
     choose_endpoints,
     topic_bytes,
 )
-from zbus.transport.sockets import SocketFactory
 
 LOOP = ["tcp://127.0.0.1:0"]
-
-
-@pytest.fixture
-def factory():
-    """Give a factory, and check that the test closed every socket."""
-    made = SocketFactory(max_sockets=64)
-    yield made
-    assert made.close(), f"sockets left open: {made.open_sockets}"
 
 
 @pytest.fixture

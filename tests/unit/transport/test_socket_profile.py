@@ -21,14 +21,6 @@ from zbus.transport.sockets import SocketFactory, read_event
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 
 
-@pytest.fixture
-def factory():
-    """Give a factory, and check that the test closed every socket."""
-    made = SocketFactory(max_sockets=64)
-    yield made
-    assert made.close(), f"sockets left open: {made.open_sockets}"
-
-
 def ready(kind: bytes) -> bytes:
     """Return the READY command of a ZMTP peer of one socket type."""
     body = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", len(kind)) + kind

@@ -1,7 +1,8 @@
-"""When a connection to the hub that carries nothing is made anew.
+"""When a connection that carries nothing is made anew: to the hub, to the sidecar.
 
-libzmq connects again after a loss, but not after bytes that are no protocol of its own (another service on the hub's
-port, a mangled frame): it then gives up without a word, and silence is all that shows it. Pure.
+libzmq connects again after a loss, but not after bytes that are no protocol of its own (another service on the peer's
+port, a mangled frame): it then gives up without a word, and where nobody watches the connection silence is all that
+shows it. The links to workers are watched, see ``zbus.protocol.liveness``.
 """
 
 from __future__ import annotations
