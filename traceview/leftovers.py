@@ -107,13 +107,17 @@ class _Root:
         return found, size if torn else None
 
     def _with_spill(self, source: Source, spill: Path | None, known: dict[Path, Known]) -> Source:
-        """Put a spill to a file, and leave out the file's torn end if it is whole elsewhere."""
+        """Put a spill to a file, and leave out the file's torn end if it is whole elsewhere.
+
+        Of a torn marker nobody can say whose it is; no record is in it, and blocks are missing nowhere unless told.
+        """
         if spill is not None:
             source = replace(source, spill=spill)
         if source.size is not None:
             torn = block_at(source.path, source.size)
             blocks = known[source.path.absolute()]
-            if torn is None or torn[1] not in blocks.get(torn[0], SeqSet()):
+            elsewhere = source.spill is not None if torn is None else torn[1] in blocks.get(torn[0], SeqSet())
+            if not elsewhere:
                 source = replace(source, size=None)
         return source
 

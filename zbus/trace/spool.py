@@ -130,6 +130,9 @@ def scan_blocks(path: Path) -> tuple[dict[str, SeqSet], int]:
                 source, seq, length = block
                 found.setdefault(source, SeqSet()).add(seq)
                 at = end + 1 + length
+            tail = data.rfind(b"\n") + 1
+            if at <= tail < size <= tail + len(_MARK) and _MARK.startswith(data[tail:size]):
+                return found, tail  # torn so early that it cannot be told for a marker
     return found, size
 
 

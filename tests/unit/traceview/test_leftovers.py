@@ -131,6 +131,38 @@ def test_a_block_torn_in_the_file_is_taken_from_the_spool(root, cut):
     assert report["problems"] == {"spool_read": 2}
 
 
+@pytest.mark.parametrize("kept", [1, 10, 20, 60, 100, 200])
+def test_a_marker_torn_in_the_file_costs_nothing(root, kept):
+    """The sidecar was killed after the first bytes of a block: neither a merge nor its successor sees a torn line."""
+    root.write(root.main, 0)
+    whole = root.main.stat().st_size
+    root.write(root.main, 1)
+    os.truncate(root.main, whole + kept)
+    root.spool(1, end=2)
+    report, ticks = merged(root)
+    assert ticks == numbers(2)
+    assert report["problems"] == {"spool_read": 2}
+    assert not report["incomplete"]
+    command = [sys.executable, "-m", "traceview", "collect", "--finish", str(root.root.parent)]
+    subprocess.run(command, check=True, timeout=scaled(30), capture_output=True)
+    report, ticks = merged(root)
+    assert ticks == numbers(2)
+    assert report["problems"] == {}
+
+
+@pytest.mark.parametrize("kept", [10, 60])
+def test_a_torn_marker_whose_block_is_nowhere_is_told(root, kept):
+    """Without a spool nobody can say what the torn line began: it is told as a line that was cut off."""
+    root.write(root.main, 0)
+    whole = root.main.stat().st_size
+    root.write(root.main, 1)
+    os.truncate(root.main, whole + kept)
+    report, ticks = merged(root)
+    assert ticks == numbers(1)
+    assert report["problems"]["truncated_tail"] == 1
+    assert report["incomplete"]
+
+
 def test_a_torn_block_that_is_nowhere_else_keeps_its_whole_lines(root):
     """What can be read of it is read, and the torn line is told."""
     root.write(root.main, 0, 1)
