@@ -44,8 +44,8 @@ RankMain = Callable[[RankSpec], int]
 
 _MESSAGE_BYTES: Final = 4 * 1024 * 1024
 _MAX_FDS: Final = 250
-_BASE_MODULES: Final = ("zbus.runtime.host",)
-_SPARE_MODULES: Final = ("asyncio",)  # of use to ranks only, so loaded while the agent looks for its controller
+_BASE_MODULES: Final = ("zbus.runtime.host", "workers.worker", "hashlib", "encodings.ascii")
+_SPARE_MODULES: Final = ("asyncio",)
 _RESET: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1)
 
 
@@ -71,7 +71,7 @@ class Template:
     def fork(cls, name: str, rank_main: RankMain | None = None) -> Template:
         """Fork the template of role ``name`` from this process, which must have one thread.
 
-        What every rank needs is imported here, before the fork: the agent answers ``ctl`` with the same modules.
+        What only ranks need is imported after the fork, in the template, while the agent looks for its controller.
 
         Args:
             name: Shown as the process name.
@@ -80,8 +80,6 @@ class Template:
         Raises:
             OSError: No process or socket could be made.
         """
-        if rank_main is None:
-            _import_all(_BASE_MODULES)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
@@ -184,7 +182,9 @@ def _template_process(channel: socket.socket, parent: int, name: str, rank_main:
 
 
 def _serve(channel: socket.socket, rank_main: RankMain | None) -> None:
-    _import_all(_SPARE_MODULES)
+    _import_all(_SPARE_MODULES if rank_main is not None else (*_BASE_MODULES, *_SPARE_MODULES))
+    if rank_main is None:
+        _prepare()
     first, _ = _receive(channel)
     if first is None:
         return
@@ -227,6 +227,12 @@ def _import_all(modules: Sequence[str]) -> list[str]:
         except Exception as error:  # noqa: BLE001  # a user's module may raise anything
             failed.append(f"cannot preload {module}: {type(error).__name__}: {error}")
     return failed
+
+
+def _prepare() -> None:
+    from zbus.runtime.host import prepare
+
+    prepare()
 
 
 def _extend_path(entries: Sequence[str]) -> None:

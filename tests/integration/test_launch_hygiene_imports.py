@@ -67,13 +67,16 @@ def mapped(pid):
     text = Path(f"/proc/{{pid}}/maps").read_text()
     return [name for name in {HEAVY!r} if f"/site-packages/{{name}}/" in text]
 
+def has_openssl(pid):
+    return "libcrypto" in Path(f"/proc/{{pid}}/maps").read_text()
+
 roles = {{"w": Role("engines.py:Small", replicas=2)}}
 with Controller.launch("small", roles, root=sys.argv[1], startup_timeout=float(sys.argv[2])) as bus:
     answers = bus.group("w").echo([1, 2.5, "x"])
     pids = [status["pid"] for status in bus.statuses().values()]
     agent = int(re.search(r"PPid:\\t(\\d+)", Path(f"/proc/{{pids[0]}}/status").read_text())[1])
     found = {{"answers": answers, "controller": mapped(os.getpid()), "agent": mapped(agent),
-             "ranks": [mapped(pid) for pid in pids]}}
+             "ranks": [mapped(pid) for pid in pids], "openssl": has_openssl(agent)}}
     import numpy
     ones = numpy.ones(1 << 20, numpy.uint8)
     found["array"] = sum(bool((array == ones).all()) for array in bus.group("w").echo(ones))
@@ -137,7 +140,9 @@ def test_an_agent_loads_neither_torch_nor_numpy():
 
 
 def test_no_process_of_a_trial_loads_what_its_engines_do_not_need(tmp_path):
-    """Ranks, agent and controller that exchange small values have mapped neither numpy nor torch."""
+    """Ranks, agent and controller that exchange small values have mapped neither numpy nor torch; the agent, which
+    ciphers and hashes nothing, has no OpenSSL either: that alone would be a tenth of its memory.
+    """
     (tmp_path / "engines.py").write_text(ENGINE)
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(tmp_path), str(scaled(60))], capture_output=True, text=True, cwd=tmp_path
@@ -145,4 +150,11 @@ def test_no_process_of_a_trial_loads_what_its_engines_do_not_need(tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert len(found["ranks"]) == 2
-    assert found == {"answers": [[1, 2.5, "x"]] * 2, "controller": [], "agent": [], "ranks": [[], []], "array": 2}
+    assert found == {
+        "answers": [[1, 2.5, "x"]] * 2,
+        "controller": [],
+        "agent": [],
+        "ranks": [[], []],
+        "openssl": False,
+        "array": 2,
+    }

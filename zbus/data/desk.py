@@ -8,7 +8,7 @@ apart, and a slot is never read after it was given to something else.
 
 from __future__ import annotations
 
-import secrets
+import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -138,7 +138,7 @@ class Desk:
         self._now = clock.monotonic_ns
         self._lock = threading.Lock()
         most = porter.courier.room() // 2 if limit is None else limit
-        self._store = RefStore(secrets.randbits(_GENERATION_BITS), most, int(lease_s * 1e9))
+        self._store = RefStore(random.SystemRandom().getrandbits(_GENERATION_BITS), most, int(lease_s * 1e9))
 
     # -- keeping -------------------------------------------------------------------------------------------------------
 
