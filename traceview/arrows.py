@@ -124,11 +124,14 @@ class Arrows:
         """Take ``s``, ``t`` and ``f`` events with their numbers."""
         idents = [event.id for event in events]
         names, cats = [event.name for event in events], [event.cat for event in events]
-        alone = names.count(names[0]) == len(names) and cats.count(cats[0]) == len(cats)
-        groups = [(cats[0], names[0])] if alone else list(zip(cats, names, strict=True))
-        bases = np.array([self._base(group) for group in groups], dtype=np.uint64)
+        found = _values(idents) * np.uint64(_SPREAD)
+        if names.count(names[0]) == len(names) and cats.count(cats[0]) == len(cats):
+            found += np.uint64(self._base((cats[0], names[0])))
+        else:
+            bases = [self._base(group) for group in zip(cats, names, strict=True)]
+            found += np.array(bases, dtype=np.uint64)
         self._events.append(numbers)
-        self._numbers.append(bases + _values(idents) * np.uint64(_SPREAD))
+        self._numbers.append(found)
         self._calls.append(call_numbers(map(str, idents)))
         self._phases.append("".join([event.ph for event in events]).encode())
 
@@ -172,19 +175,27 @@ class Arrows:
         opened = (before >= 0) & (end[before] >= start[mine])  # the span begun last is open
         others = (before > 0) & (latest[before - 1] >= start[mine])  # so is one before it
         self.alone += int((~opened & ~others).sum())
+        if not others.any():
+            self._found.append((slot[mine[opened]], numbers[before[opened]]))
+            return
         wanted = np.concatenate(self._calls)[slot[mine]]
-        doubt = others.copy()
         asked = np.flatnonzero(opened & others)
-        named = calls(numbers[before[asked]])
+        calls_of = np.zeros(len(numbers), dtype=np.int64)
+        known = np.zeros(len(numbers), dtype=bool)
+        known[before[asked]] = True
+        calls_of[known] = calls(numbers[known])
+        doubt = others.copy()
+        named = calls_of[before[asked]]
         doubt[asked] = (named != wanted[asked]) | (named == 0)
         sure = opened & ~doubt
         self._found.append((slot[mine[sure]], numbers[before[sure]]))
         if doubt.any():
+            rest = span & ~known
+            calls_of[rest] = calls(numbers[rest])
             left = np.zeros(len(numbers), dtype=bool)
             left[mine[doubt]] = True
             some = np.flatnonzero(span | left)
-            calls_of = np.zeros(len(numbers), dtype=np.int64)
-            calls_of[span], calls_of[left] = calls(numbers[span]), wanted[doubt]
+            calls_of[left] = wanted[doubt]
             self._look([column[some] for column in (numbers, start, end, left, slot, calls_of)])
 
     def _look(self, columns: list[NDArray[Any]]) -> None:
@@ -217,9 +228,10 @@ class Arrows:
         phases = np.frombuffer(b"".join(self._phases), dtype=np.uint8)[slots]
         events = np.concatenate(self._events)[slots]
         out, into = phases != ord("f"), phases != ord("s")
-        local = np.intersect1d(numbers[~into], numbers[~out])
-        if len(local):
-            numbers = np.where(np.isin(numbers, local), numbers ^ np.uint64(self._file), numbers)
+        if not (into.all() or out.all()):
+            local = np.intersect1d(numbers[~into], numbers[~out])
+            if len(local):
+                numbers = np.where(np.isin(numbers, local), numbers ^ np.uint64(self._file), numbers)
         leaving, arriving = numbers[out], numbers[into]
         kept, kept_numbers = None, numbers[:0]
         order = np.argsort(spans, kind="stable")

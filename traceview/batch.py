@@ -48,7 +48,7 @@ class Batch:
         """Return a batch of events as they were decoded; None if one has no phase of ``FAST_PHASES``, or no time."""
         letters = [event.ph for event in events]
         phases = "".join(letters)
-        if len(phases) != len(letters) or "" in letters or not phases.isascii():
+        if len(phases) != len(letters) or not all(letters) or not phases.isascii():
             return None
         phase = np.frombuffer(phases.encode(), dtype=np.uint8)
         if not _FAST[phase].all():

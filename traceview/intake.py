@@ -165,9 +165,12 @@ class Intake:
             start, end, span = start[kept], end[kept], span[kept]
         events = batch.events
         thread = self._index(batch)
-        track = _tracks(events)
+        rare = any([event.track or event.bind_id != "" for event in events])
+        track = _tracks(events) if rare else None
         self._note_times(thread, start, end, track)
         self._note_arrows(batch)
+        if rare:
+            self._note_own_arrows(events)
         if len(self._pids) < len(self._processes.threads):
             self._pids = np.array([one.process.pid for one in self._processes.threads], dtype=np.int64)
         encoded, sizes = self._encoder.bodies(events, self._pids[thread], start, end, span)
@@ -308,7 +311,7 @@ class Intake:
                 threads[index].tracked = True
 
     def _note_arrows(self, batch: Batch) -> None:
-        """Take arrow ends out of the events, and count those that spans have by themselves."""
+        """Take arrow ends out of the events."""
         events, phases = batch.events, batch.phases
         before = len(self.segment)
         segment = self.segment
@@ -322,9 +325,13 @@ class Intake:
             for event in events:
                 if event.ph in "ben" and event.id != "":  # of this process, whoever else uses the same number
                     event.id2, event.id = encode_args({"local": str(event.id)}), ""
-        if [event.bind_id for event in events].count("") == len(events):
-            return
+
+    def _note_own_arrows(self, events: list[Event]) -> None:
+        """Count the arrow ends that spans have by themselves."""
+        before, segment = len(self.segment), self.segment
         owners = [(n, event) for n, event in enumerate(events) if event.bind_id != ""]
+        if not owners:
+            return
         segment.arrows.note_owners(np.array([before + n for n, _ in owners], dtype=np.int64))
         segment.leaving.extend([arrow_id(event.bind_id) for _, event in owners if event.flow_out])
         segment.arriving.extend([arrow_id(event.bind_id) for _, event in owners if event.flow_in])

@@ -31,13 +31,14 @@ class Lanes:
         crowded: Spans that found ``MAX_ROWS`` rows taken: they lie on the last one, over others.
     """
 
-    __slots__ = ("_busy", "_home", "_idle", "_owner", "_rows_of", "_stacks", "crowded")
+    __slots__ = ("_busy", "_home", "_idle", "_latest", "_owner", "_rows_of", "_stacks", "crowded")
 
     def __init__(self) -> None:
         self._stacks: list[list[int]] = []  # ends of the open spans of a row, outermost first
         self._owner: list[Hashable] = []  # the track a row belongs to, until another one takes it over
         self._home: dict[Hashable, int] = {}  # track -> the row it used last, while it owns it
         self._rows_of: dict[Hashable, list[int]] = {}  # track -> the rows it owns, in order
+        self._latest = -_NEVER  # the latest end of all spans
         self._busy: list[tuple[int, int]] = []  # heap of (end of the outermost span, row), may be out of date
         self._idle: list[int] = []  # heap of rows that were free, may have been taken again by their track
         self.crowded = 0
@@ -60,6 +61,7 @@ class Lanes:
                 stack.pop()
             if end <= stack[-1] if stack else not home or bool(track):
                 stack.append(end)
+                self._latest = max(self._latest, end)
                 return home
         return self._find(start, end, track)
 
@@ -80,8 +82,15 @@ class Lanes:
                 stack.pop()
             if not is_span:
                 add(row if stack else 0)
-            elif end <= stack[-1] if stack else not row or bool(track):
+            elif stack:
+                if end <= stack[-1]:
+                    stack.append(end)
+                    add(row)
+                else:
+                    add(find(start, end, track))
+            elif not row or bool(track):
                 stack.append(end)
+                self._latest = max(self._latest, end)
                 add(row)
             else:
                 add(find(start, end, track))
@@ -101,15 +110,18 @@ class Lanes:
         stacks = self._stacks
         self._let_go(start)
         row = self._idle_row(start)
-        for own in self._rows_of.get(track, ())[:_LOOKED_AT]:
-            if row is not None and own > row:
-                break
-            stack = stacks[own]
-            while stack and stack[-1] <= start:
-                stack.pop()
-            if stack and self._owner[own] == track and end <= stack[-1]:
-                stack.append(end)
-                return own
+        if end > self._latest:  # no span is open that could enclose it
+            self._latest = end
+        else:
+            for own in self._rows_of.get(track, ())[:_LOOKED_AT]:
+                if row is not None and own > row:
+                    break
+                stack = stacks[own]
+                while stack and stack[-1] <= start:
+                    stack.pop()
+                if stack and self._owner[own] == track and end <= stack[-1]:
+                    stack.append(end)
+                    return own
         if row is not None:
             heappop(self._idle)
             self._take(row, track)

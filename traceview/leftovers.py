@@ -13,13 +13,15 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from traceview.problems import InputError, Problems
 from traceview.reader import Source, source_identity
 from traceview.reader import find_sources as find_files_of
-from zbus.trace.intake import SeqSet
-from zbus.trace.spool import SpoolPart, block_at, read_spool, scan_blocks
+
+if TYPE_CHECKING:
+    from zbus.trace.intake import SeqSet
+    from zbus.trace.spool import SpoolPart
 
 __all__ = ["find_sources"]
 
@@ -27,7 +29,7 @@ _LOCK: Final = ".sidecar.lock"
 _SHOWN: Final = 6
 _scratch: list[tempfile.TemporaryDirectory[str]] = []  # of this program: removed at its end
 
-Known = dict[str, SeqSet]
+Known = dict[str, "SeqSet"]
 """Blocks by source."""
 
 
@@ -97,6 +99,8 @@ class _Root:
 
     def _scan(self, source: Source) -> tuple[Known, int | None]:
         """Return the blocks of a file, and up to where it is whole, if not all of it is."""
+        from zbus.trace.spool import scan_blocks  # only where there was a sidecar
+
         if source.packed:
             return {}, None
         try:
@@ -111,6 +115,9 @@ class _Root:
 
         Of a torn marker nobody can say whose it is; no record is in it, and blocks are missing nowhere unless told.
         """
+        from zbus.trace.intake import SeqSet
+        from zbus.trace.spool import block_at
+
         if spill is not None:
             source = replace(source, spill=spill)
         if source.size is not None:
@@ -125,6 +132,9 @@ class _Root:
         self, known: dict[Path, Known], spills: dict[Path, Path | None], only: set[Path] | None
     ) -> dict[Path, Path]:
         """Return files with what stands in the spool alone (after the process's spill), by the file it belongs to."""
+        from zbus.trace.intake import SeqSet
+        from zbus.trace.spool import read_spool
+
         made: dict[Path, Path] = {}
         opened: set[tuple[Path, str]] = set()
         blocks = 0
@@ -169,6 +179,8 @@ class _Root:
 
 
 def _join(known: Known, more: Known) -> None:
+    from zbus.trace.intake import SeqSet
+
     for source, seen in more.items():
         mine = known.setdefault(source, SeqSet())
         for seq in seen:

@@ -175,8 +175,9 @@ def read_pairs(sources: Sequence[Source], bases_us: Sequence[int]) -> Pairs:
 def _read(sources: Sequence[Source], bases_us: Sequence[int], chosen: _Chosen) -> Pairs:
     sides: tuple[list[Ints], list[Ints]] = [], []
     most = max(_CALLS_PER_FILE, _MOST_CALLS // max(1, len(sources)))
+    room = bytearray(_LONGEST_LINE + _READ)
     for number, (source, base_us) in enumerate(zip(sources, bases_us, strict=True)):
-        calls = _Calls(chosen, most)
+        calls = _Calls(chosen, most, room)
         for one in _files(source):
             calls.read(one, base_us)
         for side, found in zip(sides, (calls.callers, calls.workers), strict=True):
@@ -236,11 +237,12 @@ class _Calls:
     calls, half are left out as often as need be, by their keys: so the same ones stay on the other side.
     """
 
-    def __init__(self, chosen: _Chosen, most: int) -> None:
+    def __init__(self, chosen: _Chosen, most: int, room: bytearray) -> None:
         self.callers: dict[int, list[int]] = {}
         self.workers: dict[int, list[int]] = {}
         self._chosen = chosen
         self._most = most
+        self._room = room  # for what is read
         self._left_out = 0  # a key stays if none of these bits is set in its mix
 
     def read(self, source: Source, base_us: int) -> None:
@@ -255,8 +257,7 @@ class _Calls:
 
     def _read_lines(self, source: Source, base_us: int) -> None:
         """Look at lines that name a call; only those of the chosen calls are decoded."""
-        data = bytearray(_LONGEST_LINE + _READ)
-        held = 0
+        data, held = self._room, 0
         with source.path.open("rb", buffering=0) as file, memoryview(data) as view:
             while count := file.readinto(view[held : held + _READ]):
                 end = held + count
