@@ -165,7 +165,7 @@ class Intake:
             start, end, span = start[kept], end[kept], span[kept]
         events = batch.events
         thread = self._index(batch)
-        rare = any([event.track or event.bind_id != "" for event in events])
+        rare = any([event.track or event.bind_id != "" for event in events])  # noqa: C419  # a list is faster
         track = _tracks(events) if rare else None
         self._note_times(thread, start, end, track)
         self._note_arrows(batch)
