@@ -43,7 +43,7 @@ def test_arrays_arrive_as_they_were_sent_and_nothing_stays_on_offer(tmp_path, el
     config = Config(scheduler=SchedulerConfig(transport=transport))
     with launch(tmp_path, arrays(env=elsewhere), config=config) as bus:
         actor = bus.group("actor")
-        for nbytes in (PULL_FROM - 1, PULL_FROM, 3 * MIB + 7):
+        for nbytes in (PULL_FROM - 1, PULL_FROM, 2 * PULL_FROM + 7):
             data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
             assert actor.digest(data) == [digest(data)] * 2
             assert np.array_equal(actor.double(data), data * 2)
@@ -65,10 +65,10 @@ def test_what_may_be_done_with_arrays_is_as_ever(tmp_path, elsewhere):
     """A submitted array may be changed at once; what arrives is the engine's own, writable, for as long as it likes."""
     with launch(tmp_path, arrays(1, env=elsewhere)) as bus:
         actor = bus.group("actor")
-        data = np.zeros(2 * MIB, np.uint8)
+        data = np.zeros(PULL_FROM, np.uint8)
         future = actor.digest.submit(data)
         data[:] = 1
-        assert future.result() == [digest(np.zeros(2 * MIB, np.uint8))]
+        assert future.result() == [digest(np.zeros(PULL_FROM, np.uint8))]
         sent = []
         for number in range(3):
             data[:] = number
@@ -86,7 +86,7 @@ def test_tensors_are_the_engines_own(tmp_path, elsewhere):
     """A tensor that was pulled needs no copy to be writable, and nobody else sees what is written."""
     torch = pytest.importorskip("torch")
     with launch(tmp_path, arrays(1, env=elsewhere)) as bus:
-        tensor = torch.arange(1 << 19, dtype=torch.float32)
+        tensor = torch.arange(PULL_FROM >> 2, dtype=torch.float32)
         (changed,) = bus.group("actor").change(tensor)
         assert torch.equal(changed, tensor + 1)
         assert tensor[1] == 1
@@ -95,7 +95,7 @@ def test_tensors_are_the_engines_own(tmp_path, elsewhere):
 def test_streams_carry_arrays(tmp_path, elsewhere):
     """Items that have to be pulled arrive in order and whole, and small ones between them do not overtake."""
     with launch(tmp_path, arrays(1, env=elsewhere)) as bus:
-        items = list(bus.group("actor").items.stream(8, MIB))
+        items = list(bus.group("actor").items.stream(8, PULL_FROM))
         assert [int(item[0]) for item in items] == list(range(8))
         assert all((item == item[0]).all() for item in items)
         sizes = [len(item) for item in bus.group("actor").growing.stream(12, PULL_FROM // 4)]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PULL_FROM", "Porter"]
 
-PULL_FROM: Final = 1 << 20
+PULL_FROM: Final = 4 << 20
 """Bytes from which an array is pulled where it cannot be mapped; measured in ``docs/decisions/bulk-data.md``."""
 
 

@@ -176,7 +176,7 @@ class Puller:
         due_ns: When ``on_timer`` is needed next; a far future when it is not.
     """
 
-    def __init__(self, *, piece: int = 1 << 20, window: int = 8 << 20, patience: Patience | None = None) -> None:
+    def __init__(self, *, piece: int = 1 << 20, window: int = 4 << 20, patience: Patience | None = None) -> None:
         if not 0 < piece <= MAX_RANGE or window < piece:
             msg = f"pieces of {piece} bytes in a window of {window} bytes"
             raise ValueError(msg)

@@ -32,7 +32,7 @@ def porters(tmp_path):
         bulk = Bulk(factory, patience=QUICK)
         bulk.bind("tcp://127.0.0.1:0")
         (tmp_path / place).mkdir(exist_ok=True)
-        porter = Porter(Courier.enter(64 << 20, tmp_path / place / "zbus"), bulk, **options)
+        porter = Porter(Courier.enter(64 << 20, tmp_path / place / "zbus"), bulk, pull_from=SIZE, **options)
         made.append((porter, factory))
         return porter
 
