@@ -385,12 +385,14 @@ class Controller:
         stats = {} if self._client is None else self._client.statistics()
         carrier = None if self._client is None else self._client.carrier
         memory = carrier.statistics() if carrier is not None else {}
+        facts = {} if self._refs is None else self._refs.desk.statistics()
+        kept: dict[str, Any] = {name: facts[name] for name in ("refs", "refs_bytes") if name in facts}
         return {
             "wall_s": round(time.monotonic() - self._began, 3),
             "roles": {name: len(roster.peers()) for name, roster in self._rosters.items()},
             **stats,
             **memory,
-            **({} if self._refs is None else self._refs.desk.statistics()),
+            **kept,
         }
 
     def close(self) -> None:

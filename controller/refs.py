@@ -20,13 +20,16 @@ from typing import Any, Final, Protocol
 from controller.background import shared
 from zbus.codec import Ref, decode, encode
 from zbus.codec.refs import lost
-from zbus.data.desk import Desk, fill
+from zbus.data.desk import Desk, fill, refs_in
 from zbus.data.holds import Holds, Tell
 from zbus.errors import RefLimitError, Unavailable, ZbusError
 from zbus.protocol.messages import Outcome, OutcomeKind
 from zbus.transport.client import Client, PeerState
 
 __all__ = ["Claim", "ClientLink", "Hold", "Link", "RefBook", "Scope"]
+
+_PUT: Final = "ctx.put"
+"""What a handle names as its method that an engine made by ``ctx.put``."""
 
 _ASK_S: Final = 300.0
 _TELL_S: Final = 10.0
@@ -45,8 +48,8 @@ def key_of(peer: Any) -> Key:
 class Link(Protocol):
     """How owners are reached."""
 
-    def ask(self, ref: Ref, question: tuple[Any, ...], deadline_ns: int) -> Mapping[str, Any]:
-        """Return what ``Desk.answer`` of the owner of a handle says.
+    def ask(self, ref: Ref, questions: Sequence[Sequence[Any]], deadline_ns: int) -> Sequence[Mapping[str, Any]]:
+        """Return what ``Desk.answers`` of the owner of a handle says.
 
         Raises:
             RefLostError: It is gone, or does not answer in time.
@@ -59,13 +62,20 @@ class Link(Protocol):
 
 
 class Hold:
-    """Keeps what one call made on one rank. Dropped with the last handle of it, or by ``release``. Thread-safe."""
+    """Keeps what one call made on one rank, or one value. Dropped with its last handle, or by ``release``. Thread-safe.
 
-    __slots__ = ("__weakref__", "_book", "_claim", "_lock", "_owners", "_pins", "_released", "nbytes")
+    Args:
+        book: Whose it is.
+        claim: Number of the call; 0 for none.
+        number: Number of the value; 0 for none.
+    """
 
-    def __init__(self, book: RefBook, claim: int) -> None:
+    __slots__ = ("__weakref__", "_book", "_claim", "_lock", "_number", "_owners", "_pins", "_released", "nbytes")
+
+    def __init__(self, book: RefBook, claim: int = 0, number: int = 0) -> None:
         self._book = book
         self._claim = claim
+        self._number = number
         self._owners: list[Hashable] = []
         self._lock = threading.Lock()
         self._pins = 0
@@ -93,14 +103,14 @@ class Hold:
         with self._lock:
             self._pins -= 1
             owners = self._take_owners()
-        self._book.let_go(owners, self._claim)
+        self._book.let_go(owners, self._claim, self._number)
 
     def release(self) -> None:
         """Let it go, when no call needs it any more."""
         with self._lock:
             self._released = True
             owners = self._take_owners()
-        self._book.let_go(owners, self._claim)
+        self._book.let_go(owners, self._claim, self._number)
 
     def _take_owners(self) -> list[Hashable]:
         if self._pins or not self._released:
@@ -109,8 +119,8 @@ class Hold:
         return owners
 
     def __del__(self) -> None:
-        if self._owners:  # in the garbage collector: nothing is waited for
-            shared().call(partial(self._book.let_go, self._owners, self._claim))
+        if self._owners and not self._book.closed:  # in the garbage collector: nothing is waited for
+            shared().call(partial(self._book.let_go, self._owners, self._claim, self._number))
 
 
 def _unpin(holds: Sequence[Any]) -> None:
@@ -250,6 +260,7 @@ class RefBook:
         self._renew_s = renew_s
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
+        self._put: weakref.WeakValueDictionary[tuple[int, int], Hold] = weakref.WeakValueDictionary()
         self._pumping = False
         self._closed = False
 
@@ -257,16 +268,20 @@ class RefBook:
 
     def put(self, value: Any) -> Ref:
         """Keep a value in this process; see ``Controller.put``."""
-        ref = self.desk.keep(value)
+        ref = self.desk.keep(value, method="bus.put")
         hold = _Local(self.desk, ref)
         ref.bind(self, hold)
         self._into_scope(hold)
         return ref
 
-    def get(self, ref: Ref, timeout: float | None = None) -> Any:
+    def get(self, ref: Any, timeout: float | None = None) -> Any:
         """Return the value of a handle, or values in place of the handles in lists, tuples and dicts."""
         deadline_ns = time.monotonic_ns() + int((_ASK_S if timeout is None else timeout) * 1e9)
-        return fill(ref, lambda one: self._open(one, deadline_ns))
+        for one in refs_in(ref):
+            if one.hold is not None and one.hold.released:
+                raise lost(one, "it was released")
+        opened = self.desk.open_all(refs_in(ref), self._link.ask, deadline_ns)
+        return fill(ref, opened.__getitem__)
 
     def release(self, ref: Ref) -> None:
         """Let go of the value of a handle."""
@@ -275,11 +290,7 @@ class RefBook:
         elif self.desk.is_mine(ref):
             self.desk.drop(ref)
         else:
-            owner = (ref.role, ref.rank, ref.incarnation)
-            with self._lock:
-                self._holds.take(owner, time.monotonic_ns())
-                self._holds.let_go(owner, number=ref.number)
-            self.let_go([owner], next(self._numbers))
+            self._hold_of(ref).release()
 
     @contextmanager
     def scope(self, limit: int | None = None) -> Iterator[Scope]:
@@ -305,11 +316,24 @@ class RefBook:
             RefLimitError: They are more than the scope may hold.
         """
         for ref in refs:
-            hold = None if claim is None else claim.hold_of(ref)
+            hold = claim.hold_of(ref) if claim is not None and ref.method != _PUT else None
+            if hold is None and not self.desk.is_mine(ref):
+                hold = self._hold_of(ref)
             ref.bind(self, hold)
             if hold is not None:
                 hold.nbytes = ref.nbytes
                 self._into_scope(hold)
+
+    def _hold_of(self, ref: Ref) -> Hold:
+        """Return what keeps a value that an engine put: one for all handles of it."""
+        with self._lock:
+            hold = self._put.get(ref.key)
+            new = hold is None
+            if hold is None:
+                hold = self._put[ref.key] = Hold(self, number=ref.number)
+        if new:
+            hold.placed_on((ref.role, ref.rank, ref.incarnation))
+        return hold
 
     @staticmethod
     def pinned(refs: Iterable[Ref]) -> Pins:
@@ -334,14 +358,19 @@ class RefBook:
             self._holds.take(owner, time.monotonic_ns())
         self._pump_soon(self._renew_s)
 
-    def let_go(self, owners: Sequence[Hashable], claim: int) -> None:
-        """What a call made there is not held any more."""
+    def let_go(self, owners: Sequence[Hashable], claim: int, number: int = 0) -> None:
+        """What a call made there is not held any more, or one value is not."""
         if not owners or self._closed:
             return
         with self._lock:
             for owner in owners:
-                self._holds.let_go(owner, claim=claim)
+                self._holds.let_go(owner, claim=claim, number=number)
         shared().call(self._pump)
+
+    @property
+    def closed(self) -> bool:
+        """Whether nobody is told anything any more."""
+        return self._closed
 
     def close(self) -> None:
         """Tell nobody anything any more: all owners hear this session's farewell."""
@@ -351,14 +380,6 @@ class RefBook:
         scopes = _scopes.get()
         if scopes:
             scopes[-1].add(hold)
-
-    def _open(self, ref: Ref, deadline_ns: int) -> Any:
-        if ref.hold is not None and ref.hold.released:
-            raise lost(ref, "it was released")
-        if self.desk.is_mine(ref):
-            return self.desk.local(ref)
-        question = self.desk.question(ref)
-        return self.desk.opened(ref, self._link.ask(ref, question, deadline_ns), deadline_ns)
 
     def _pump_soon(self, delay_s: float) -> None:
         with self._lock:
@@ -410,7 +431,7 @@ class ClientLink:
         self._client = client
         self._peer_of = peer_of
 
-    def ask(self, ref: Ref, question: tuple[Any, ...], deadline_ns: int) -> Mapping[str, Any]:
+    def ask(self, ref: Ref, questions: Sequence[Sequence[Any]], deadline_ns: int) -> Sequence[Mapping[str, Any]]:
         """See ``Link``."""
         client = self._client
         while True:
@@ -423,7 +444,7 @@ class ClientLink:
                 client.place(
                     [peer],
                     "ctl",
-                    [encode([["zbus.ref_open", question, {}]])],
+                    [encode([["zbus.ref_open", (list(questions),), {}]])],
                     1,
                     deadline_s=max(0.001, left_s),
                     sink=_into(outcomes),
@@ -438,8 +459,8 @@ class ClientLink:
             client.wait(partial(bool, outcomes), None)
             outcome = outcomes[0]
             if outcome.kind is OutcomeKind.OK:
-                answer: Mapping[str, Any] = decode(outcome.payload or ())
-                return answer
+                answers: Sequence[Mapping[str, Any]] = decode(outcome.payload or ())
+                return answers
             if outcome.kind is OutcomeKind.APP_ERROR and outcome.payload is not None:
                 raise lost(ref, f"its owner failed to tell where it is: {decode(outcome.payload).get('message', '')}")
             raise lost(ref, outcome.evidence or "its owner did not answer in time")

@@ -84,6 +84,11 @@ class Keeper(zbus.Engine):
     def parts(self, blob: Any) -> list[int]:
         return self.corners(blob)
 
+    @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure", lane="aside", concurrency=4)
+    async def digest_aside(self, batch: Any) -> Any:
+        """As ``digest``, on the event loop."""
+        return _digests(batch)
+
     @zbus.endpoint(Everywhere(), collect=PerRank())
     def count(self, name: str) -> int:
         return self.runs.get(name, 0)

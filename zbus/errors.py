@@ -178,7 +178,7 @@ class RefLostError(ZbusError):
 
     Attributes:
         owner_role, owner_rank: Who kept the value.
-        made_by: The endpoint that made it, or ``put``.
+        made_by: The endpoint that made it, ``bus.put`` or ``ctx.put``.
         nbytes: Its size.
     """
 

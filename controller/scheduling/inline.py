@@ -249,6 +249,10 @@ class _Lane:
         return "answered" if seq < self.next_seq else "not placed"
 
 
+def _ignore(_member: int, _call: int, _outcome: Outcome) -> None:
+    """Take what comes after the end."""
+
+
 class _Placed:
     """Handle of a placed batch."""
 
@@ -529,9 +533,11 @@ class InlineRuntime:
             request.finished.add(index)
             request.open_calls -= 1
             last = request.open_calls == 0
+            sink = request.sink
             if last:
                 self._close(lane, request)
-            request.sink(request.member, index, outcome)
+                request.sink, request.chunk_sink = _ignore, None  # who placed it holds it: no circle is to be left
+            sink(request.member, index, outcome)
             self._changed.notify_all()
         if last:
             self._pump(peer, lane)
@@ -604,12 +610,12 @@ class InlineRefs:
         """Return where a rank, or this controller, keeps values: in memory of its own."""
         return Desk(owner, Porter(Courier(None, 0), None), carriage=self, inlines=inlines)
 
-    def ask(self, ref: Ref, question: tuple[Any, ...], _deadline_ns: int) -> Mapping[str, Any]:
+    def ask(self, ref: Ref, questions: Sequence[Sequence[Any]], _deadline_ns: int) -> Sequence[Mapping[str, Any]]:
         """Ask the rank that keeps a value."""
         for peer in self._peers:
             if peer.refs is not None and peer.refs.desk.is_mine(ref):
-                return peer.refs.desk.answer(*question)
-        return {"gone": "its process is gone"}
+                return peer.refs.desk.answers(questions)
+        return [{"gone": "its process is gone"}] * len(questions)
 
     def tell(self, tell: Tell, done: Callable[[bool | None], None]) -> None:
         """Tell a rank what is let go."""

@@ -10,9 +10,12 @@ import pytest
 
 from array_engine import digest
 from controller import Controller, Role
+from controller.console import Console
+from controller.status import describe, show_status
+from controller.trials import snapshot
 from launching import HERE, launch
 from waiting import scaled, wait_until
-from zbus import JoinedRef, RefLimitError, RefLostError, RemoteError
+from zbus import CallTimeout, JoinedRef, RefLimitError, RefLostError, RemoteError
 from zbus.codec import Ref
 from zbus.config import Config
 from zbus.config.schema import DataConfig
@@ -217,6 +220,72 @@ def test_a_lost_owner_is_named_and_nothing_is_left(tmp_path, memory):
     assert not memory.exists()
 
 
+def test_an_owner_that_is_stopped_is_waited_for_and_one_that_is_killed_meanwhile_is_not(tmp_path):
+    """Silence is no death: the call ends by its own deadline, or by the owner's end, or well once it goes on."""
+    with launch(tmp_path, roles()) as bus:
+        actor, critic = bus.group("actor"), bus.group("critic")
+        refs = actor.rollout(64, 512)
+        pid = bus.statuses()[actor_name(actor)]["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises((CallTimeout, RefLostError)):
+                critic[0].digest.options(deadline=0.5)(refs[0])
+            future = critic[1].digest.submit(refs[0])
+            aside = critic[1].digest_aside.submit([refs[0], refs[1]])
+            assert critic[0].digest(refs[1])["texts"][0] == "1.0"
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert future.result()["texts"][0] == "0.0"
+        assert [batch["texts"][0] for batch in aside.result()] == ["0.0", "1.0"]
+        os.kill(pid, signal.SIGSTOP)
+        futures = [critic[1].digest.submit(refs[0]), critic[1].digest_aside.submit(refs[0])]
+        os.kill(pid, signal.SIGKILL)
+        for future in futures:
+            with pytest.raises(RefLostError, match=r"actor/0 no longer has .* killed by SIGKILL"):
+                future.result()
+
+
+def test_in_one_process_handles_work_alike(tmp_path):
+    """scheduler=inline: kept, taken, split, joined, released, in the caller's own process."""
+    with launch(tmp_path, roles(), scheduler="inline") as bus:
+        actor, critic = bus.group("actor"), bus.group("critic")
+        refs = actor.rollout(65, 16)
+        assert critic.digest(refs[1]) == [actor[0].digest(refs[1].get())] * 2
+        assert [len(share["texts"]) for share in critic.share(refs[0])] == [33, 32]
+        joined = actor.double(bus.put({"ids": np.arange(10), "texts": list("abcdefghij")}))
+        assert joined.get()["ids"].tolist() == list(range(0, 20, 2))
+        mine = actor.put(100)[1]["ref"]
+        with bus.scope():
+            gone = actor.rollout(2, 2)
+        assert mine.get().tolist() == [1] * 100
+        mine.release()
+        with pytest.raises(RefLostError, match="was released"):
+            critic.digest(gone[0])
+        del refs, joined, gone, mine
+        ranks = [peer for group in (actor, critic) for peer in group._view.core.roster.peers()]
+        wait_until(lambda: not any(peer.refs.desk.statistics()["refs"] for peer in ranks))
+
+
+def test_status_shows_bytes_held_by_whom(tmp_path, capsys):
+    """``zbus-controller status``: what each rank lends and keeps, since when, and in its JSON for whom."""
+    with launch(tmp_path, roles()) as bus:
+        actor = bus.group("actor")
+        refs = [actor[0].rollout(64, 2048) for _ in range(3)]
+        data = describe(snapshot(bus.trial))
+        memory = {f"{worker['role']}/{worker['rank']}": worker["memory"] for worker in data["workers"]}
+        assert memory["actor/0"]["refs"] == 3
+        assert memory["actor/0"]["refs_bytes"] == sum(ref.nbytes for ref in refs)
+        assert memory["actor/0"]["lent_bytes"] >= 3 * MIB
+        (holder,) = memory["actor/0"]["holders"]
+        assert (holder["refs"], holder["methods"]) == (3, {"rollout": 3 * refs[0].nbytes})
+        assert 0 <= holder["oldest_s"] <= scaled(60)
+        assert memory["critic/1"]["refs"] == 0
+        show_status(Console(), str(tmp_path), None)
+        text = capsys.readouterr().out
+        line = next(line for line in text.splitlines() if line.startswith("actor") and " in 3, " in line)
+        assert "3MiB" in line.replace(" ", "") or "3.0MiB" in line.replace(" ", "")
+
+
 def test_a_restarted_rank_does_not_have_what_it_had(tmp_path):
     """A handle names one start of a rank: its successor's values are never taken for it."""
     with launch(tmp_path, {"actor": keepers(replicas=1, restart="one"), "critic": keepers(replicas=1)}) as bus:
@@ -257,8 +326,7 @@ def test_what_a_holder_does_not_hold_any_more_goes(tmp_path):
     with launch(tmp_path, roles()) as bus:
         actor = bus.group("actor")
         future = actor.rollout.submit(64, 512)
-        wait_until(lambda: kept(bus)["actor/1"] == 1)
-        assert kept(bus)["actor/0"] == 1
+        wait_until(lambda: [kept(bus)[f"actor/{rank}"] for rank in range(2)] == [1, 1])
         del future
         until_nothing_is_kept(bus)
         answers = actor.later.map([MIB] * 6)
@@ -277,7 +345,7 @@ def test_what_a_holder_does_not_hold_any_more_goes(tmp_path):
 
 
 def test_engines_put_and_callers_release(tmp_path):
-    """``ctx.put`` in a call is held for its caller: used by others, released by the handle."""
+    """``ctx.put`` in a call is held for its caller: used by others, gone by release, scope, or with its last handle."""
     with launch(tmp_path, roles()) as bus:
         actor, critic = bus.group("actor"), bus.group("critic")
         put = actor.put(MIB)
@@ -287,9 +355,15 @@ def test_engines_put_and_callers_release(tmp_path):
         ]
         assert put[1]["ref"].get()[0] == 1
         assert one.get().tolist() == [0] * 100
-        for answer in put:
-            answer["ref"].release()
-        one.release()
+        put[0]["ref"].release()
+        with pytest.raises(RefLostError, match="was released"):
+            critic.digest(put[0]["ref"])
+        with bus.scope():
+            scoped = actor[0].put(100)["ref"]
+        with pytest.raises(RefLostError, match="was released"):
+            scoped.get()
+        assert kept(bus)["actor/1"] == 1
+        del put, one
         until_nothing_is_kept(bus)
 
 

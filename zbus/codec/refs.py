@@ -80,7 +80,7 @@ class Ref:
         nbytes: Size of the value, bytes.
         rows: Number of rows, or None where it has none that could be split.
         lengths: Token count of each row where the value declares them, else None.
-        method: What made it: an endpoint, or ``put``.
+        method: What made it: an endpoint, ``bus.put`` or ``ctx.put``.
         about: Its types and shapes, in words.
     """
 
@@ -372,7 +372,7 @@ def lost(ref: Ref, why: str, *, hint: str | None = None) -> RefLostError:
     return RefLostError(
         f"{ref.owner} no longer has {_about(ref)}: {why}",
         owner_role=ref.role, owner_rank=ref.rank, made_by=ref.method, nbytes=ref.nbytes,
-        hint=hint or f"make it again: call `{ref.method}` once more, or keep a copy with ref.get()",
+        hint=hint or f"make it again by `{ref.method}`, or keep a copy with ref.get()",
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -25,12 +25,14 @@ from zbus.data.refstore import OWN, Full, Holding, RefStore
 from zbus.errors import CodecError, RefLimitError, RefLostError
 from zbus.protocol.messages import Buffer, Buffers, nbytes_of
 
-__all__ = ["LEASE_S", "Carriage", "Desk", "Owner", "fill"]
+__all__ = ["LEASE_S", "Ask", "Carriage", "Desk", "Owner", "fill", "refs_in"]
 
 LEASE_S: Final = 60.0
 """How long a silent holder keeps what it has, where the config does not say."""
 
 _GENERATION_BITS: Final = 63
+_AT_ONCE: Final = 256
+"""Most values that one question to an owner is about."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,13 @@ class Owner:
 
     def __str__(self) -> str:
         return self.role if self.role == "controller" else f"{self.role}/{self.rank}"
+
+
+Ask = Callable[[Ref, Sequence[Sequence[Any]], int], Sequence[Mapping[str, Any]]]
+"""Asks the owner of a handle questions, until a deadline (monotonic ns), and returns its answers (``Desk.answers``).
+
+It raises ``RefLostError`` where the owner is gone, or does not answer in time.
+"""
 
 
 class Carriage(Protocol):
@@ -155,14 +164,14 @@ class Desk:
             except Full as full:
                 raise self._limit_error(full, "") from None
 
-    def keep(self, value: Any, holder: bytes = OWN, claim: int = 0, method: str = "put") -> Ref:
+    def keep(self, value: Any, holder: bytes = OWN, claim: int = 0, method: str = "") -> Ref:
         """Keep a value and return its handle. Arrays are copied now, unless they stand in memory of ``empty``.
 
         Args:
             value: What the codec carries.
             holder: For whom: a session; this process itself by default.
             claim: Which call of the holder made it.
-            method: Its endpoint.
+            method: Its endpoint, or what else made it.
 
         Raises:
             CodecError: It cannot be carried.
@@ -215,6 +224,10 @@ class Desk:
         )
 
     # -- answering -----------------------------------------------------------------------------------------------------
+
+    def answers(self, questions: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
+        """Answer several questions; see ``answer``."""
+        return [self.answer(*question) for question in questions]
 
     def answer(self, generation: int, number: int, rows: Any, reader: str) -> dict[str, Any]:
         """Tell a reader where a value is: its frames in shared memory, or what it may fetch.
@@ -280,6 +293,32 @@ class Desk:
     def question(self, ref: Ref) -> tuple[Any, ...]:
         """Return the arguments of ``answer`` for a handle."""
         return ref.generation, ref.number, rows_to_wire(ref.chosen), self.reader_for(ref)
+
+    def open_all(self, refs: Iterable[Ref], ask: Ask, deadline_ns: int) -> dict[Ref, Any]:
+        """Return the values of handles, asking each owner once for many of them.
+
+        Args:
+            refs: The handles; the same one may come several times.
+            ask: How an owner is asked.
+            deadline_ns: Until when (monotonic).
+
+        Raises:
+            RefLostError: A value is gone.
+        """
+        found: dict[Ref, Any] = {}
+        owners: dict[tuple[str, int, int], list[Ref]] = {}
+        for ref in dict.fromkeys(refs):
+            if self.is_mine(ref):
+                found[ref] = self.local(ref)
+            else:
+                owners.setdefault((ref.role, ref.rank, ref.incarnation), []).append(ref)
+        for listed in owners.values():
+            for start in range(0, len(listed), _AT_ONCE):
+                some = listed[start : start + _AT_ONCE]
+                answers = ask(some[0], [self.question(ref) for ref in some], deadline_ns)
+                for ref, answer in zip(some, answers, strict=True):
+                    found[ref] = self.opened(ref, answer, deadline_ns)
+        return found
 
     def opened(self, ref: Ref, answer: Mapping[str, Any], deadline_ns: int) -> Any:
         """Return the value of a handle from what its owner answered.
@@ -389,6 +428,20 @@ def _told(holding: Holding, now_ns: int) -> str:
     who = f"session {holding.holder.hex()[:8]}" if holding.holder else "this process itself"
     made = ", ".join(f"`{method}` {nbytes:,}" for method, nbytes in holding.methods[:3])
     return f"{who} holds {holding.count} Refs ({made} bytes; the oldest for {(now_ns - holding.oldest_ns) / 1e9:.0f} s)"
+
+
+def refs_in(value: Any) -> Iterator[Ref]:
+    """Yield the handles in a value, through lists, tuples and dicts."""
+    if type(value) is Ref:
+        yield value
+    elif type(value) is JoinedRef:
+        yield from value.parts
+    elif type(value) is list or type(value) is tuple:
+        for item in value:
+            yield from refs_in(item)
+    elif type(value) is dict:
+        for item in value.values():
+            yield from refs_in(item)
 
 
 def fill(value: Any, get: Callable[[Ref], Any]) -> Any:

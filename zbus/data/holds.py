@@ -51,19 +51,19 @@ class Holds:
         self._owners: dict[Hashable, _Owner] = {}
 
     def take(self, owner: Hashable, now_ns: int) -> None:
-        """Something more of an owner may be held: a call was placed there."""
+        """Something more of an owner may be held: a call was placed there, or a handle came from there."""
         known = self._owners.get(owner)
         if known is None:
             known = self._owners[owner] = _Owner(told_ns=now_ns)
         known.held += 1
 
     def let_go(self, owner: Hashable, *, claim: int = 0, number: int = 0) -> None:
-        """What a call made there is not held any more, or one value is not."""
+        """What a call made there is not held any more, or one value is not: one of what was taken."""
         known = self._owners.get(owner)
         if known is None:
             return
+        known.held -= 1
         if claim:
-            known.held -= 1
             known.claims[claim] = None
         if number:
             known.numbers[number] = None

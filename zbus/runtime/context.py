@@ -77,8 +77,9 @@ class Context:
     def put(self, value: Any) -> Ref:
         """Keep a value here and return its handle, to be answered or stored: whoever uses it gets the value from here.
 
-        Inside a call it is kept for the caller, until ``release``, the end of the caller's scope that got the handle,
-        or the caller's end; outside one (in ``setup``) until ``release`` or the end of this process. Any thread.
+        Inside a call it is kept for the caller: until the last handle that came to it in an answer, its scope, or the
+        caller itself is gone. Outside one (in ``setup``) it is kept until ``release`` or the end of this process. Any
+        thread.
 
         Raises:
             CodecError: The value cannot be carried.

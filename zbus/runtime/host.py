@@ -320,7 +320,7 @@ class _Host:
             "ctl:zbus.adopt": self._adopt,
             "ctl:zbus.config_perf_tracer": self._config_tracer,
             "ctl:zbus.save_perf_tracer": self._save_tracer,
-            "ctl:zbus.ref_open": self.desk.answer,
+            "ctl:zbus.ref_open": self.desk.answers,
             "ctl:zbus.ref_release": self.refs.asked_to_release,
             "main:zbus.create_engine": self._create_engine,
             "main:zbus.destroy_engine": self._teardown,

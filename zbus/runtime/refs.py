@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Protocol
 
 from zbus.codec import Ref, decode, encode
 from zbus.codec.refs import lost
-from zbus.data.desk import Desk, fill
+from zbus.data.desk import Desk, fill, refs_in
 from zbus.data.refstore import OWN
 from zbus.errors import Unavailable
 from zbus.ids import WorkerName
@@ -35,8 +35,8 @@ _ASK_S: Final = 1800.0
 class Ask(Protocol):
     """How the owner of a value is asked where it is."""
 
-    def ask(self, ref: Ref, question: tuple[Any, ...], deadline_ns: int) -> Mapping[str, Any]:
-        """Return what ``Desk.answer`` says there.
+    def ask(self, ref: Ref, questions: Sequence[Sequence[Any]], deadline_ns: int) -> Sequence[Mapping[str, Any]]:
+        """Return what ``Desk.answers`` says there.
 
         Raises:
             RefLostError: The owner is gone, or does not answer in time.
@@ -63,7 +63,7 @@ class Asker:
         self._peers: dict[tuple[str, int, int], tuple[Peer, Ref]] = {}
         self._lock = threading.Lock()
 
-    def ask(self, ref: Ref, question: tuple[Any, ...], deadline_ns: int) -> Mapping[str, Any]:
+    def ask(self, ref: Ref, questions: Sequence[Sequence[Any]], deadline_ns: int) -> Sequence[Mapping[str, Any]]:
         """Ask the owner of a handle; see ``Ask``."""
         client, peer = self._peer(ref)
         while True:
@@ -73,7 +73,7 @@ class Asker:
                 client.place(
                     [peer],
                     "ctl",
-                    [encode([["zbus.ref_open", question, {}]])],
+                    [encode([["zbus.ref_open", (list(questions),), {}]])],
                     1,
                     deadline_s=max(0.001, (deadline_ns - time.monotonic_ns()) / 1e9),
                     sink=_into(outcomes),
@@ -83,8 +83,8 @@ class Asker:
             self._await(client, ref, deadline_ns, partial(bool, outcomes))
             outcome = outcomes[0]
             if outcome.kind is OutcomeKind.OK:
-                answer: Mapping[str, Any] = decode(outcome.payload or ())
-                return answer
+                answers: Sequence[Mapping[str, Any]] = decode(outcome.payload or ())
+                return answers
             if outcome.kind is OutcomeKind.APP_ERROR and outcome.payload is not None:
                 told = decode(outcome.payload)
                 raise lost(ref, f"its owner failed to tell where it is: {told.get('message', '')}")
@@ -174,14 +174,10 @@ class WorkerRefs:
             RefLostError: A value is gone.
         """
         until = time.monotonic_ns() + int(_ASK_S * 1e9) if deadline_ns is None else deadline_ns
-        opened: dict[Ref, Any] = {}
-
-        def get(ref: Ref) -> Any:
-            if ref not in opened:
-                opened[ref] = self._open(ref, until)
-            return opened[ref]
-
-        return fill(value, get)
+        if not all(map(self.desk.is_mine, refs_in(value))):
+            self._begin()
+        opened = self.desk.open_all(refs_in(value), self._asker.ask, until)
+        return fill(value, opened.__getitem__)
 
     def check(self) -> None:
         """Refuse a call whose result cannot be kept.
@@ -212,7 +208,7 @@ class WorkerRefs:
         """Keep a value: inside a call for its caller, else until this process ends or releases it."""
         call = task_call.get() or running.get(threading.get_ident())
         self._begin()
-        ref = self.desk.keep(value, OWN if call is None else call.request.session)
+        ref = self.desk.keep(value, OWN if call is None else call.request.session, method="ctx.put")
         ref.bind(self)
         return ref
 
@@ -229,13 +225,6 @@ class WorkerRefs:
         self.desk.drop(ref)
 
     # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _open(self, ref: Ref, deadline_ns: int) -> Any:
-        if self.desk.is_mine(ref):
-            return self.desk.local(ref)
-        self._begin()
-        question = self.desk.question(ref)
-        return self.desk.opened(ref, self._asker.ask(ref, question, deadline_ns), deadline_ns)
 
     def _begin(self) -> None:
         if not self._begun:
