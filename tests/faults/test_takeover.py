@@ -110,11 +110,13 @@ SUSPENDED = textwrap.dedent(
     from controller import Controller
     from controller.render import exit_code_of
     from launching import probes
+    from waiting import wait_until
 
     roles = {{"actor": probes(2, orphans="wait", restart="{restart}")}}
     bus = Controller.launch("test", roles, root={root!r}, trial="t")
     actor = bus.group("actor")
     out = actor[0].sleep.submit(1.5)
+    wait_until(lambda: out.outcomes()[0].state.startswith("running"), what="the call to run")
     actor[0].note.submit("queued behind it")
     print("ready", flush=True)
     sys.stdin.readline()

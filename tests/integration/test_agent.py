@@ -100,7 +100,7 @@ def test_two_agents_cannot_run_one_rank(kit: AgentKit) -> None:
     first = kit.agent(ranks=[0])
     kit.wait_log("up")
     second = kit.agent(ranks=[0])
-    code, text = kit.end(second, timeout_s=5)
+    code, text = kit.end(second)
     assert code == 2
     assert "ZB0203: actor/0 is already run by another agent" in text
     assert f"pid {first.pid}" in text
@@ -158,7 +158,7 @@ def test_a_wrong_world_size_is_refused(kit: AgentKit) -> None:
     """What the caller expects and what the job says must agree (row 73)."""
     kit.lead(kit.job(world_size=4))
     for options in ({"world_size": 3}, {"ranks": [4]}, {"nproc": 5}):
-        code, text = kit.end(kit.agent(**options), timeout_s=5)
+        code, text = kit.end(kit.agent(**options))
         assert code == 2
         assert "ZB0101: actor has" in text
 

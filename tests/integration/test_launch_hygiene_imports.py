@@ -12,7 +12,7 @@ from waiting import scaled
 
 pytestmark = pytest.mark.alone
 
-LIMIT_S = 0.25
+LIMIT_S = scaled(0.25)
 HEAVY = ("torch", "numpy", "rich", "textual", "matplotlib", "prometheus_client")
 
 TRACEVIEW = (

@@ -467,10 +467,22 @@ def test_a_call_to_a_rank_that_comes_back_by_policy_waits_for_it():
 # -- asyncio ---------------------------------------------------------------------------------------------------------
 
 
+def after_beats(beats, answer):
+    """Answer once the loop has been seen to go on; also where it does not, so that the test ends."""
+    try:
+        wait_until(lambda: len(beats) > 5, what="the beats of the loop")
+    finally:
+        answer()
+
+
 def test_an_await_belongs_to_the_callers_loop():
     """Aio resolves on the running loop while other tasks go on."""
     group, placer, _ = make_group(Actor, 2)
     beats = []
+
+    def answer_all():
+        for request in placer.requests:
+            request.answer(ok(request.member))
 
     async def main():
         async def heart():
@@ -479,7 +491,7 @@ def test_an_await_belongs_to_the_callers_loop():
                 await asyncio.sleep(0.001)
 
         task = asyncio.create_task(heart())
-        threading.Timer(0.05, lambda: [request.answer(ok(request.member)) for request in placer.requests]).start()
+        threading.Thread(target=after_beats, args=(beats, answer_all)).start()
         answer = await group.train.aio()
         task.cancel()
         return answer
@@ -537,8 +549,10 @@ def test_sync_calls_work_inside_a_running_loop_and_nested():
 def test_a_blocking_call_in_a_thread_leaves_the_loop_free():
     """Six calls at once through asyncio.to_thread: the loop keeps beating (B46: 0 heartbeats in 1 s)."""
     group, placer, _ = make_group(Actor, 1)
-    placer.auto = lambda request: threading.Timer(0.05, lambda: request.answer(ok(1))).start()
     beats = []
+    placer.auto = lambda request: threading.Thread(
+        target=after_beats, args=(beats, lambda: request.answer(ok(1)))
+    ).start()
 
     async def heart():
         while True:

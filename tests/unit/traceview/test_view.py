@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from traceview.view import Page, Viewer, perfetto_pages
+from waiting import scaled
 
 SPAN = '{"name":"work","ph":"X","ts":1,"dur":2000,"pid":1,"tid":1}\n'
 
@@ -34,7 +35,7 @@ def test_pages_and_files_are_served_on_the_loopback_alone(tmp_path):
     with Viewer({"/": Page(b"hello"), **perfetto_pages(b"trace")}, folder) as viewer:
         assert viewer.url.startswith("http://127.0.0.1:")
         assert get(viewer.port, "/")[:2] == (200, b"hello")
-        assert viewer.served.wait(5)
+        assert viewer.served.wait(scaled(10))
         assert get(viewer.port, "/localtrace")[1] == b"trace"
         status, body, headers = get(viewer.port, "/a.wasm?x=1")
         assert (status, body, headers["Content-Type"]) == (200, b"w", "application/wasm")
@@ -60,6 +61,6 @@ def test_the_command_prints_where_it_is_and_how_to_get_there(tmp_path):
         port = int(said["url"].rsplit(":", 1)[1].strip("/"))
         assert said["ssh"].startswith(f"ssh -N -L {port}:127.0.0.1:{port} ")
         status, body, _ = get(port, "/")
-        assert process.wait(20) == 0
+        assert process.wait(scaled(20)) == 0
     assert status == 200
     assert b"Trace report" in body

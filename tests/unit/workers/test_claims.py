@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from waiting import scaled
 from workers.background import Background
 from workers.claims import Claimant, claim_ranks, claim_start
 from zbus.errors import RankClaimed, RegistryError
@@ -135,7 +136,7 @@ def test_a_background_job_that_meets_a_full_disk_is_tried_again(monkeypatch) -> 
         done.set()
 
     background.submit(write)
-    assert done.wait(5)
+    assert done.wait(scaled(5))
     background.submit(lambda: 1 / 0)
     assert background.stop(5)
     assert [type(error) for error in crashes] == [ZeroDivisionError]
@@ -156,7 +157,7 @@ def test_a_repeated_background_job_ends_when_it_says_so() -> None:
         return 0.001
 
     background.every(job)
-    assert over.wait(5)
+    assert over.wait(scaled(5))
     assert background.stop(5)
     assert len(calls) == 3
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from waiting import wait_until
+from waiting import scaled, wait_until
 from zbus.runtime.processes import (
     ProcessHandle,
     catches,
@@ -56,7 +56,7 @@ def test_a_zombie_is_not_alive_but_can_be_held(child: subprocess.Popen[str]) -> 
     assert handle is not None
     assert not handle.wait(0)
     os.kill(child.pid, signal.SIGKILL)
-    assert handle.wait(5)
+    assert handle.wait(scaled(5))
     assert state_of(child.pid) == "Z"
     assert not is_alive(child.pid, started)
     handle.close()
