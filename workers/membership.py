@@ -106,7 +106,8 @@ class Joiner:
         self._renewer: LeaseRenewer | None = None
         self._lease: Lease | None = None
         self._observer = LeaseObserver()
-        self._seen_counters: dict[str, int] = {}
+        self._first_seen: tuple[str, int, int] | None = None  # a controller's lease: holder, counter, and when (ns)
+        self._looked_at: int | None = None  # the epoch of the last look; 0 where there was none
         self._epoch = 0
         self._deadline: float | None = None
         self._reason = ""
@@ -163,13 +164,14 @@ class Joiner:
         if records is None:
             return None
         epoch = records.current_epoch()
+        before, self._looked_at = self._looked_at, 0 if epoch is None else epoch.epoch
         if epoch is None or epoch.epoch <= self._epoch:
             self._reason = "no controller has claimed this trial yet"
             return None
-        alive, handle = self._controller_lives(records, epoch)
+        claimed_now = before is not None and before < epoch.epoch
+        alive, handle, evidence = self._controller_lives(records, epoch, claimed_now=claimed_now)
         if not alive:
-            where = f"epoch {epoch.epoch}, pid {epoch.pid} on {epoch.host}"
-            self._reason = f"the last controller of this trial is gone ({where})"
+            self._reason = f"{evidence} (epoch {epoch.epoch}, pid {epoch.pid} on {epoch.host})"
             return None
         job = records.job(self._role)
         if job is None or job.epoch != epoch.epoch:
@@ -188,20 +190,36 @@ class Joiner:
             self._records = Records(FileRegistry(self._trial.registry, create=False))
         return self._records
 
-    def _controller_lives(self, records: Records, epoch: EpochRecord) -> tuple[bool, ProcessHandle | None]:
-        if epoch.pid_space == pid_space():
+    def _controller_lives(
+        self, records: Records, epoch: EpochRecord, *, claimed_now: bool = False
+    ) -> tuple[bool, ProcessHandle | None, str]:
+        """Tell whether a controller lives, its process where that is seen from here, and else what speaks against it.
+
+        Elsewhere, or in a container of this kernel, a counter that moves is a sign of life, and so is an epoch claimed
+        since the last look; a counter that stands still for its whole time is none, and in between nothing is known.
+        """
+        here, gone = epoch.pid_space == pid_space(), "the last controller of this trial is gone"
+        if here:
             handle = ProcessHandle.open(epoch.pid, epoch.pid_start)
             if handle is not None and not handle.ended():
-                return True, handle
+                return True, handle, ""
             if handle is not None:
                 handle.close()
-        # Elsewhere, or in a container of this kernel: a counter that moves is a sign of life.
+        elif claimed_now:
+            return True, None, ""
         holder = controller_lease(epoch.epoch)
-        lease = records.lease(holder)
+        lease, now = records.lease(holder), time.monotonic_ns()
         if lease is None:
-            return False, None
-        before = self._seen_counters.setdefault(holder, lease.counter)
-        return lease.counter != before, None
+            return False, None, gone if here else f"{gone}, or has only just come: it has no lease"
+        if self._first_seen is None or self._first_seen[0] != holder:
+            self._first_seen = (holder, lease.counter, now)
+        _, counter, since = self._first_seen
+        silent_s = (now - since) / 1e9
+        if lease.counter != counter:
+            return True, None, ""
+        if not here and silent_s < lease.ttl_s:
+            return False, None, f"its controller has still to give a sign of life, within {lease.ttl_s:g} s"
+        return False, None, gone if here else f"{gone}: no sign of life for {silent_s:.0f} s"
 
     def _watch_lease(self) -> float | None:
         """Watch the lease of a controller whose process cannot be watched from here.

@@ -116,7 +116,58 @@ def test_a_pid_means_nothing_in_another_namespace(watching, kind):
         epoch = watching.records.claim_epoch(record)
         watching.records.publish_job(JobRecord(role="actor", epoch=epoch.epoch, engine="a:B", world_size=1))
         watching.records.renew_lease(Lease(holder=controller_lease(epoch.epoch), counter=1, ttl_s=TTL_S))
-        alive, handle = watching.joiner._controller_lives(watching.records, epoch)
+        alive, handle, _ = watching.joiner._controller_lives(watching.records, epoch)
         assert (alive, handle is not None) == (handle_expected, handle_expected)
         if handle is not None:
             handle.close()
+
+
+def lead(watching: Watching, **fields: object) -> EpochRecord:
+    """Have a controller elsewhere claim the next epoch, with a job and a lease."""
+    epoch = watching.records.claim_epoch(EpochRecord(session="cc", host="far", pid_space="far", pid=7, **fields))  # type: ignore[arg-type]
+    watching.records.publish_job(JobRecord(role="actor", epoch=epoch.epoch, engine="a:B", world_size=1))
+    watching.epoch = epoch.epoch
+    watching.renew(1)
+    return epoch
+
+
+def test_a_controller_elsewhere_is_called_gone_only_after_the_time_of_its_lease(watching):
+    """Before, it has only not been heard: an agent that starts late sees its lease stand still between two renewals."""
+    epoch = lead(watching)
+    joiner = watching.joiner
+    joiner._look()
+    assert joiner._reason == (
+        f"its controller has still to give a sign of life, within 1 s (epoch {epoch.epoch}, pid 7 on far)"
+    )
+    watching.now_ns += int(0.9e9 * TTL_S)
+    joiner._look()
+    assert joiner._reason.startswith("its controller has still to give a sign of life")
+    watching.now_ns += int(0.2e9 * TTL_S)
+    joiner._look()
+    assert joiner._reason.startswith("the last controller of this trial is gone: no sign of life for 1 s (epoch")
+    watching.renew(2)
+    joiner._look()
+    assert [news.epoch for news in watching.news] == [epoch]
+
+
+def test_a_controller_that_claims_the_trial_while_it_is_awaited_lives(watching):
+    """No sign of its lease is waited for: the claim is one."""
+    joiner = watching.joiner
+    joiner._look()
+    assert joiner._reason == "no controller has claimed this trial yet"
+    epoch = lead(watching)
+    joiner._look()
+    assert [news.epoch for news in watching.news] == [epoch]
+
+
+def test_a_controller_of_this_kernel_is_gone_with_its_process(watching):
+    """Nobody waits for the time of its lease, and that it has claimed the trial just now is no sign of life."""
+    joiner = watching.joiner
+    joiner._look()
+    epoch = watching.records.claim_epoch(
+        EpochRecord(session="dd", host="here", pid_space=pid_space(), pid=os.getpid(), pid_start=1)
+    )
+    watching.records.renew_lease(Lease(holder=controller_lease(epoch.epoch), counter=1, ttl_s=TTL_S))
+    joiner._look()
+    assert joiner._reason.startswith("the last controller of this trial is gone (epoch")
+    assert watching.news == []
