@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -153,16 +153,14 @@ def test_a_rank_that_dies_in_setup_is_named(kit: RunKit, how: str, words: str) -
 def test_a_setup_that_hangs_is_told_at_the_deadline(kit: RunKit) -> None:
     """Exit 3 at the start deadline: the rank, its phase and age, its place in the user's code, its last words."""
     for limit in (2, 8, 32):  # on a slow machine the ranks are not started by a short deadline, and that is told
-        began = time.monotonic()
         done = kit.run("roles.actor.args=[hang]", "--startup-timeout", f"{limit}s")
-        took = time.monotonic() - began
         if "actor/0" not in done.block and "log: hanging here" in done.block:
             break
-    block = expect(
-        done, 3, "ZB0201", f"actor/1 not ready within {limit} s", "creating its engine", "in do_hang", "hanging here"
-    )
+    block = expect(done, 3, "ZB0201", f"actor/1 not ready within {limit} s", "in do_hang", "log: hanging here")
     assert "actor/0" not in block, "the rank that is ready is no culprit"
-    assert took < limit + scaled(7)
+    age = re.search(r"creating its engine for (\d+\.\d) s", " ".join(block.split()))
+    assert age is not None, block
+    assert float(age[1]) < limit + scaled(3)
 
 
 def test_ranks_that_run_different_code_are_refused(kit: RunKit) -> None:
