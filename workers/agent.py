@@ -548,7 +548,7 @@ class Agent:
 
         def claim() -> None:
             try:
-                start = claim_start(joined.records, self._me(), rank)
+                start = claim_start(joined.records, self._me(), rank, after=self._place.starts.get(rank))
             except ZbusError as error:
                 reason = str(error)
                 self.post(lambda: self._feed(SpawnFailed(rank, reason)))

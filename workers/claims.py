@@ -7,6 +7,8 @@ agent; whether it still binds is judged by the agent's process on this host, els
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import msgspec
 
@@ -17,6 +19,9 @@ from zbus.registry.watch import lease_moves
 from zbus.runtime.processes import is_alive
 
 __all__ = ["Claimant", "claim_free_ranks", "claim_start", "holder_lives", "replaced_by"]
+
+
+_TOGETHER: Final = 8
 
 
 class Claimant(msgspec.Struct, frozen=True):
@@ -53,19 +58,36 @@ def _refuse(me: Claimant, claim: RankClaim) -> RankClaimed:
     )
 
 
-def claim_start(records: Records, me: Claimant, rank: int) -> int:
+def claim_start(records: Records, me: Claimant, rank: int, *, after: int | None = None) -> int:
     """Claim the next start of ``rank`` and return its number (0, 1, …).
+
+    Args:
+        records: The registry.
+        me: Who claims.
+        rank: Which rank.
+        after: The newest start that this agent has claimed of the rank, so that the claims of all ranks need not be
+            read; None: it has none yet.
 
     Raises:
         RankClaimed: A living agent holds the rank; both agents are named.
         RegistryError: The registry cannot be used.
     """
-    newest = _newest(records, me.role).get(rank)
+    if after is None:
+        return _claim_next(records, me, rank, _newest(records, me.role).get(rank))
+    return _claim_next(records, me, rank, _claim_of(me, rank, after))
+
+
+def _claim_of(me: Claimant, rank: int, start: int) -> RankClaim:
+    return RankClaim(role=me.role, rank=rank, start=start, agent=me.agent, host=me.host, pid=me.pid)
+
+
+def _claim_next(records: Records, me: Claimant, rank: int, newest: RankClaim | None) -> int:
+    """Claim the start after ``newest``, or after what stands there by now."""
     while True:
         if newest is not None and newest.agent != me.agent and holder_lives(records, newest):
             raise _refuse(me, newest)
         start = 0 if newest is None else newest.start + 1
-        mine = RankClaim(role=me.role, rank=rank, start=start, agent=me.agent, host=me.host, pid=me.pid)
+        mine = _claim_of(me, rank, start)
         newest = records.claim_rank(mine)
         if newest == mine:
             return start
@@ -99,11 +121,12 @@ def claim_free_ranks(records: Records, me: Claimant, world_size: int, count: int
     """
     found: dict[int, int] = {}
     refusals: list[RankClaimed] = []
+    newest = _newest(records, me.role)
     for rank in range(world_size):
         if len(found) == count:
             break
         try:
-            found[rank] = claim_start(records, me, rank)
+            found[rank] = _claim_next(records, me, rank, newest.get(rank))
         except RankClaimed as error:
             refusals.append(error)
     if len(found) < count:
@@ -123,4 +146,9 @@ def claim_ranks(
     """
     if ranks is None:
         return claim_free_ranks(records, me, world_size, count)
-    return {rank: claim_start(records, me, rank) for rank in ranks}
+    newest = _newest(records, me.role)
+    # Each claim waits for the disk; those that wait together share its work.
+    with ThreadPoolExecutor(min(len(ranks), _TOGETHER) or 1, "zbus-claims") as pool:
+        return dict(
+            zip(ranks, pool.map(lambda rank: _claim_next(records, me, rank, newest.get(rank)), ranks), strict=True)
+        )

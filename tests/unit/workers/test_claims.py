@@ -189,3 +189,28 @@ def test_a_holder_whose_lease_goes_away_has_left(records: Records) -> None:
         assert records.release_lease(lease)
 
     assert not lease_moves(records, "far", sleep=take_back)
+
+
+def test_all_ranks_of_an_agent_are_claimed_by_one_look(records: Records, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The claims that stand are read once, however many ranks there are; a restart reads none of other ranks."""
+    me, other = _agent(records, "me"), _agent(records, "dead", alive=False)
+    claim_start(records, other, 3)
+    looks: list[object] = []
+    listed = records.rank_claims
+    monkeypatch.setattr(records, "rank_claims", lambda role=None: looks.append(role) or listed(role))
+    found = claim_ranks(records, me, ranks=range(40), world_size=40, count=40)
+    assert found == {rank: int(rank == 3) for rank in range(40)}
+    assert looks == ["actor"]
+    assert claim_start(records, me, 3, after=1) == 2
+    assert looks == ["actor"]
+
+
+def test_a_restart_meets_whoever_has_claimed_the_rank_meanwhile(records: Records) -> None:
+    """What an agent knows of its rank may be old: a living successor is not run over, a dead one is passed."""
+    me = _agent(records, "me")
+    assert claim_start(records, me, 0) == 0
+    claim_start(records, _agent(records, "dead", alive=False), 0, after=0)
+    assert claim_start(records, me, 0, after=0) == 2
+    claim_start(records, _agent(records, "living"), 0, after=2)
+    with pytest.raises(RankClaimed, match="already run by another agent"):
+        claim_start(records, me, 0, after=2)
