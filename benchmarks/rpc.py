@@ -10,7 +10,9 @@ per worker here, one frame each way, blocking receives, the same transport (ipc)
 Workloads: ``call_sync`` and ``call_sync_p99`` (sequential round trips, us), ``call_async`` (awaited one at a time),
 ``call_traced`` (tracing at ``rpc``, and what it adds), ``pipeline_1`` and ``pipeline_8`` (one message per call, 128 in
 flight per worker, calls/s), ``fanout_1|4|8|16`` (broadcast and ordered gather, us), ``batch_64`` (ordered batches of 64
-calls, calls/s). With ``--peers``, rivals take their turn in each round.
+calls, each result read, two batches on their way: 128 calls in flight like the raw calls it is compared with, calls/s)
+and ``batch_64_alone`` (the next batch begins when the one before has been read). With ``--peers``, rivals take their
+turn in each round.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import multiprocessing
 import os
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,12 +163,20 @@ class Zbus:
             left -= 1
         return total / (time.perf_counter() - began)
 
-    def batches(self, calls: int) -> float:
+    def batches(self, calls: int, ahead: int) -> float:
+        """Return the rate of batches of 64, of which so many more are sent before the results of one are read."""
         began = time.perf_counter()
-        for _ in range(calls // 64):
-            with self.one.batch() as batch:
+        out: deque[list[Any]] = deque()
+        for number in range(calls // 64 + ahead):
+            if number < calls // 64:
+                batch = self.one.batch()
+                echo = batch.echo
                 for _ in range(64):
-                    batch.echo(b"x")
+                    echo(b"x")
+                out.append(batch.submit())
+            if number >= ahead:
+                for future in out.popleft():
+                    future.result()
         return (calls // 64) * 64 / (time.perf_counter() - began)
 
     def close(self) -> None:
@@ -206,6 +217,22 @@ def latencies_async(call: Callable[[], Any], count: int) -> tuple[float, float]:
     return times[count // 2] / 1e3, times[int(count * 0.99)] / 1e3
 
 
+def measure_rates(
+    results: Figures, raws: dict[int, Raw], ours: dict[int, Zbus], calls: int, wanted: Callable[[str], bool]
+) -> None:
+    """Add the calls per second of one round."""
+    for size in (1, 8):
+        if wanted(f"pipeline_{size}"):
+            base = raws[size].pipeline(calls // size)
+            results.add(f"pipeline_{size}", "raw", "calls/s", base, base)
+            results.add(f"pipeline_{size}", "zbus", "calls/s", ours[size].pipeline(calls // size), base)
+    for name, ahead in (("batch_64", 1), ("batch_64_alone", 0)):
+        if wanted(name):
+            base = raws[1].pipeline(calls)
+            results.add(name, "raw", "calls/s", base, base)
+            results.add(name, "zbus", "calls/s", ours[1].batches(4 * calls, ahead), base)
+
+
 def run(rounds: int, scale: float, wanted: Callable[[str], bool], rivals: Rivals) -> Figures:
     """Run all rounds and return the figures."""
     results = Figures()
@@ -243,14 +270,7 @@ def run(rounds: int, scale: float, wanted: Callable[[str], bool], rivals: Rivals
                     value, value99 = latencies_async(ours[1].call_async, count)
                     results.add("call_async", "zbus", "us", value, base)
                     results.add("call_async_p99", "zbus", "us", value99, base99)
-            for size in (1, 8):
-                if wanted(f"pipeline_{size}"):
-                    base = raws[size].pipeline(piped // size)
-                    results.add(f"pipeline_{size}", "raw", "calls/s", base, base)
-                    results.add(f"pipeline_{size}", "zbus", "calls/s", ours[size].pipeline(piped // size), base)
-            if wanted("batch_64"):
-                base = raws[1].pipeline(piped)
-                results.add("batch_64", "zbus", "calls/s", ours[1].batches(piped), base)
+            measure_rates(results, raws, ours, piped, wanted)
             for size in (1, 4, 8, 16):
                 if wanted(f"fanout_{size}"):
                     base = latencies(raws[size].fanout, count // 4)[0]

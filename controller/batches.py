@@ -51,7 +51,7 @@ class BatchBuilder:
         self._arguments: list[Plan | tuple[Any, ...]] = []  # a bare tuple: every member gets these values
         self._futures: list[BatchFuture[Any]] = []
         self._claims: list[Claim | None] = []  # what holds its results, if they stay with the ranks
-        self._closed = False
+        self._closed: list[bool] = []  # not empty once it is
         self._placement: Placement | None = None
 
     def __getattr__(self, name: str) -> Callable[..., BatchFuture[Any]]:
@@ -63,17 +63,21 @@ class BatchBuilder:
         self._admit(method.spec)
         spec, merge, plan = method.spec, method.merge, method.plan
         specs, arguments, futures, claims = self._specs, self._arguments, self._futures, self._claims
-        claim, keeps = method.claim, method.keeps
+        claim, keeps, closed = method.claim, method.keeps, self._closed
         everyone = None if method.keeps else method.alike
         least, most = spec.arity if everyone is not None else (1, 0)
         plain_merge = None if everyone is None else merge(everyone)
+        fits = False  # in the lane of the others
 
         def record(*args: Any, **kwargs: Any) -> BatchFuture[Any]:
-            if self._closed:
+            nonlocal fits
+            if closed:
                 msg = "this batch was placed already"
                 raise ConfigError(msg, hint="start another: with group.batch() as b")
-            if specs and specs[-1] is not spec and spec.lane != specs[0].lane:
-                raise self._other_lane(spec)
+            if not fits:
+                if specs and spec.lane != specs[0].lane:
+                    raise self._other_lane(spec)
+                fits = True
             future: BatchFuture[Any]
             if plain_merge is not None and not kwargs and least <= len(args) <= most and Whole not in map(type, args):
                 future = BatchFuture(_UNPLACED, len(futures), plain_merge)
@@ -147,14 +151,13 @@ class BatchBuilder:
         return True
 
     def _attach(self, placement: Placement) -> None:
-        for future in self._futures:
-            future.attach(placement)
+        BatchFuture.attach(self._futures, placement)
 
     def _prepare(self) -> Placement | None:
         specs, arguments = self._specs, self._arguments
         if self._closed or not specs:
             return None
-        self._closed = True
+        self._closed.append(True)
         for name in [name for name in self.__dict__ if not name.startswith("_")]:
             del self.__dict__[name]  # recorders point back here, and what is dropped shall go at once
         core, ranks = self._view.core, self._view.ranks
@@ -171,7 +174,7 @@ class BatchBuilder:
             payloads = encode_calls(calls, snapshot=True, keep=keep, claims=self._claims, refs=refs)
         else:
             payloads = [encode_alike(names, arguments, keep=keep, refs=refs)] * len(ranks)
-        kinds = {id(spec): spec for spec in specs}.values()
+        kinds = dict(zip(map(id, specs), specs, strict=True)).values()
         deadlines = [spec.deadline_s for spec in kinds if spec.deadline_s is not None]
         if deadlines:
             deadlines = [spec.deadline_s for spec in specs if spec.deadline_s is not None]

@@ -19,8 +19,8 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 from controller.background import Background, callbacks, shared
 from controller.outcomes import WaitTimeout, batch_error, is_echo
 from controller.placement import Placement
-from zbus.codec import decode
-from zbus.errors import CallTimeout, CodecError
+from zbus.codec import NOT_PLAIN, decode, decode_plain
+from zbus.errors import CallTimeout
 from zbus.protocol.batch import Failure, causes
 from zbus.protocol.messages import Outcome, OutcomeKind
 
@@ -226,9 +226,11 @@ class BatchFuture(Generic[T]):
         """Wait on the running loop; cancelling the await cancels the call."""
         return self._answer_async().__await__()
 
-    def attach(self, placement: Placement) -> None:
-        """Read another placement: the batch that was only collected so far is on its way now."""
-        self._placement = placement
+    @staticmethod
+    def attach(futures: Sequence[BatchFuture[Any]], placement: Placement) -> None:
+        """Let these read another placement: the batch that was only collected so far is on its way now."""
+        for future in futures:
+            future._placement = placement  # noqa: SLF001  # of this class
 
     async def wait_async(self) -> None:
         """Wait on the running loop until there is an answer or an error; cancelling it cancels the call."""
@@ -259,13 +261,12 @@ class BatchFuture(Generic[T]):
 
     def _plain(self) -> tuple[T] | None:
         """Return the answer in one step where it is one rank's short value that came with others; else None."""
-        body = self._placement.slots.body(self._call) if self._merge is first else None
-        if body is None:
+        body = self._placement.slots.row[self._call]
+        if type(body) is not bytes or self._merge is not first:
             return None
-        try:
-            value = decode((body,))
-        except CodecError:
-            return None  # it is said, and kept, the long way
+        value = decode_plain(body)
+        if value is NOT_PLAIN:
+            return None
         answer: tuple[T] = self.__dict__.setdefault("_answer", (value,))  # the first of two that ask at once stands
         return answer
 

@@ -232,6 +232,8 @@ class Placement:
             return
         if self._late is not None and self.slots.settled():
             self._late.ended(self)
+        if self.order.pins is not None and self.slots.settled():
+            self.order.pins.close()
         released = self.order.released
         if released is not None and call + len(bodies) == len(self.order.methods):
             released(self.order.ranks[member])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from zbus.codec import joined, refs, stdlib
 from zbus.codec.classes import register, registered
-from zbus.codec.decoder import decode, decode_calls
+from zbus.codec.decoder import NOT_PLAIN, decode, decode_calls, decode_plain
 from zbus.codec.encoder import (
     Keep,
     encode,
@@ -25,6 +25,7 @@ from zbus.protocol.messages import Buffer
 
 __all__ = [
     "DEFAULT_LIMITS",
+    "NOT_PLAIN",
     "Buffer",
     "JoinedRef",
     "Keep",
@@ -32,6 +33,7 @@ __all__ = [
     "Ref",
     "decode",
     "decode_calls",
+    "decode_plain",
     "describe_exception",
     "encode",
     "encode_call",

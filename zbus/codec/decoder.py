@@ -21,7 +21,7 @@ from zbus.codec.wire import BIGINT, MARK, Kind, Mark
 from zbus.errors import CodecError
 from zbus.protocol.messages import Buffer
 
-__all__ = ["BUILD", "CONTAINERS", "Build", "Decoder", "decode", "decode_calls", "exactly"]
+__all__ = ["BUILD", "CONTAINERS", "NOT_PLAIN", "Build", "Decoder", "decode", "decode_calls", "decode_plain", "exactly"]
 
 Build = Callable[[list[Any], "Decoder"], Any]
 
@@ -33,6 +33,9 @@ _VERIFY_FROM: Final = 2048
 
 # Calls of plain values are read without hooks up to this size: lists are made as their items are read.
 _PLAIN_BELOW: Final = 16_384
+
+NOT_PLAIN: Final[Any] = object()
+"""What ``decode_plain`` returns in place of a value."""
 
 _FIELD_ERRORS: Final = "the fields of this part do not fit its kind"
 
@@ -205,6 +208,16 @@ def decode(
         msg = f"nesting is deeper than {limits.depth} levels"
         raise CodecError(msg)
     return value
+
+
+def decode_plain(body: bytes) -> Any:
+    """Return the value of a short frame that is a lone number, text or bytes; ``NOT_PLAIN`` if ``decode`` must tell."""
+    if 0 < len(body) < INLINE_BELOW and body[0] in _SCALAR_FIRST:
+        try:
+            return _read_scalar(body)
+        except Exception:  # noqa: BLE001, S110  # the whole decoder says why
+            pass
+    return NOT_PLAIN
 
 
 def decode_calls(frames: Sequence[Buffer], refs: list[Any] | None = None) -> Any:

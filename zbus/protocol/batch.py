@@ -34,9 +34,12 @@ class BatchSlots:
 
     Attributes:
         failed: Whether some slot ended other than OK.
+        row: What the first member's slots hold: the body of a result that came with others, or an outcome, or None.
     """
 
-    __slots__ = ("_arrivals", "_attempts", "_came", "_members", "_open", "_open_calls", "_slots", "calls", "failed")
+    __slots__ = (
+        "_arrivals", "_attempts", "_came", "_members", "_open", "_open_calls", "_slots", "calls", "failed", "row"
+    )  # fmt: skip
 
     #: for each member, one entry per call: None while it is open, the body of a result that came with others, or the
     #: outcome; bodies of one member have one number of attempts
@@ -48,6 +51,7 @@ class BatchSlots:
         self._members = members
         self.calls = calls
         self._slots = [[None] * calls for _ in range(members)]
+        self.row = self._slots[0]
         self._open = members * calls
         self._open_calls = [members] * calls if members > 1 else None  # of one member, its slots tell
         self._arrivals = []
@@ -97,16 +101,11 @@ class BatchSlots:
         held = self._slots[member][call]
         return Outcome(_OK, (held,), attempts=self._attempts) if type(held) is bytes else held  # type: ignore[return-value]  # the other two
 
-    def body(self, call: int) -> bytes | None:
-        """Return the encoded result of a call of one member, if it came together with others."""
-        held = self._slots[0][call]
-        return held if type(held) is bytes else None
-
     def settled(self, call: int | None = None) -> bool:
         """Tell whether every slot (of one call) is filled."""
         if call is None:
             return self._open == 0
-        return self._slots[0][call] is not None if self._open_calls is None else self._open_calls[call] == 0
+        return self.row[call] is not None if self._open_calls is None else self._open_calls[call] == 0
 
     def missing(self, call: int) -> list[int]:
         """Return the members that have not answered a call."""

@@ -59,7 +59,7 @@ class BatchHost(Owner, Protocol):
 
     @property
     def unwanted(self) -> Collection[object]:
-        """Requests that are not to go on; empty nearly always."""
+        """Requests that are not to go on, now and later: one collection, empty nearly always."""
 
     def resolve(self, request: Execute, method: Any) -> Callable[..., Any]:
         """Return what a request calls by a name, or raise."""
@@ -103,7 +103,7 @@ def run_batch(  # noqa: C901, PLR0915  # hot path: one loop, in which every furt
     """
     host.note(request, list(map(_METHOD, calls)))
     held = holding.hold(request, ring.answered_together)
-    marks = ring.marks
+    marks, hold, unwanted = ring.marks, held.append, host.unwanted
     deadline_ns = _NEVER if request.deadline_ns is None else request.deadline_ns
     first, last = request.seq, len(calls) - 1
     known: dict[Any, Callable[..., Any]] = {}
@@ -113,7 +113,7 @@ def run_batch(  # noqa: C901, PLR0915  # hot path: one loop, in which every furt
     done = 0
     try:
         for index in range(len(calls)):
-            if (host.unwanted or now >= deadline_ns) and host.refused(request, index, now):
+            if (unwanted or now >= deadline_ns) and host.refused(request, index, now):
                 if request.strict:
                     _skip(holding, request, index + 1)
                     break
@@ -146,7 +146,7 @@ def run_batch(  # noqa: C901, PLR0915  # hot path: one loop, in which every furt
                 started = decoded = now = monotonic_ns()
                 continue
             if body is not None:
-                held.append(body)
+                hold(body)
             else:
                 _answer(holding, request, index, frames, held, ring)
             done += 1

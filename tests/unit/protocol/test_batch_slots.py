@@ -78,15 +78,15 @@ def test_results_that_come_together_fill_their_slots_at_once():
     assert slots.fill_together(0, 1, [b"b", b"c"], 1)
     assert (slots.settled(0), slots.settled(1), slots.settled(), slots.missing(0)) == (False, True, False, [0])
     assert slots.outcome(0, 2) == Outcome(OutcomeKind.OK, (b"c",))
-    assert slots.body(2) == b"c"
-    assert slots.body(0) is None
+    assert slots.row[2] == b"c"
+    assert type(slots.row[0]) is not bytes
     assert not slots.fill_together(0, 2, [b"c", b"d"], 1)
     assert slots.outcome(0, 3) is None
     assert not slots.fill(0, 1, ERROR)
     slots.fill(0, 3, ERROR)
     slots.fill(0, 0, OK)
     assert slots.settled()
-    assert slots.body(0) is None
+    assert type(slots.row[0]) is not bytes
     assert [(failure.call, failure.order) for failure in slots.failures()] == [(3, 2)]
     assert [list(slots.arrivals(call)) for call in range(4)] == [[(2, 0)], [(0, 0)], [(0, 0)], [(1, 0)]]
 
