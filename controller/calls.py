@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from controller.futures import BatchFuture, Stream, first
 from controller.line import Line
 from controller.order import Order
 from controller.placement import Placement
-from controller.placer import Placer, Roster, is_ready, room
+from controller.placer import Placer, Roster, is_crowded, is_ready, room
 from controller.quick import QuickCall
 from zbus.codec import Keep, Ref, encode, encode_call, encode_plain_batch, encode_plain_call, encode_plain_calls
 from zbus.engine import AnyOne, EndpointSpec, Everywhere, RankZero, Reduce, Same, Whole
@@ -128,13 +129,16 @@ class Method(Generic[P, T]):
         self._view = view
         self.spec = spec
         self.keeps = spec.keep if view.keep is None else view.keep
-        # One rank by its number, called as declared for all, and no stream: the answer comes bare.
-        self._quick = (
-            view.single and not spec.streams and not self.keeps and isinstance(spec.dispatch, Everywhere | RankZero)
+        # Each rank is called with the same, now, and values come of it. (Rank zero of one rank is everyone.)
+        alike = isinstance(spec.dispatch, Everywhere) or (view.single and isinstance(spec.dispatch, RankZero))
+        self._quick = alike and not spec.streams and not self.keeps and spec.start != "together"
+        self._pick: Callable[[Sequence[Any]], Sequence[Any]] = (
+            operator.itemgetter(*view.ranks) if len(view.ranks) > 1 else lambda peers: (peers[view.ranks[0]],)
         )
-        self._rank = view.ranks[0]
         self._everyone = tuple(range(len(view.ranks))) if isinstance(spec.dispatch, Everywhere) else None
         self._deadline_s = view.deadline_s or spec.deadline_s or view.core.deadline_s
+        everyone = tuple(range(len(view.ranks)))
+        self._quick_merge = self.merge(Plan(everyone, (), heads=everyone))
         self.__name__ = spec.name
         self.__doc__ = spec.doc or None
 
@@ -146,7 +150,7 @@ class Method(Generic[P, T]):
         if self._quick and not kwargs:
             quick = self._start_quick(args)
             if quick is not None:
-                return cast("T", quick.result(self._recover))
+                return cast("T", quick.result(self._quick_merge, self._recover))
         return self.start(args, kwargs).result()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> BatchFuture[T]:
@@ -164,6 +168,11 @@ class Method(Generic[P, T]):
         return self._aio(args, kwargs)
 
     async def _aio(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
+        if self._quick and not kwargs:
+            placer, peers = self._view.core.placer, self._pick(self._view.core.roster.peers())
+            quick = None if is_crowded(placer, peers, self.spec.lane) else self._start_quick(args)
+            if quick is not None:
+                return cast("T", await quick.answer(self._quick_merge, self._recover))
         spread = self.plan(args, kwargs)
         try:
             placement = self._placement(spread, snapshot=True)
@@ -355,7 +364,7 @@ class Method(Generic[P, T]):
         payload = encode_plain_call(spec.name, args)
         if payload is None:
             return None
-        quick = QuickCall(core.placer, core.roster.peers()[self._rank], payload, core.refs)
+        quick = QuickCall(core.placer, self._pick(core.roster.peers()), payload, core.refs)
         try:
             quick.place(spec.lane, self._deadline_s, strict=spec.strict)
         except Unavailable:
@@ -363,9 +372,10 @@ class Method(Generic[P, T]):
         return quick
 
     def _recover(self, quick: QuickCall) -> BatchFuture[T]:
-        placement = Placement(self._order([self._rank], [quick.payload], quick.began_ns))
+        ranks = list(self._view.ranks)
+        placement = Placement(self._order(ranks, [quick.payload] * len(ranks), quick.began_ns))
         quick.hand_over(placement)
-        return BatchFuture(placement, 0, first)
+        return BatchFuture(placement, 0, self._quick_merge)
 
     def merge(self, spread: Plan) -> Callable[[Sequence[Any]], T]:
         """Return what turns the members' values into the answer."""

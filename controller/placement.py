@@ -206,6 +206,8 @@ class Placement:
         self.order.peers = peers
         self._placed = placed
         self._began = began_s
+        if self._late is not None:
+            self._late.began(self)
 
     def deliver(self, member: int, call: int, outcome: Outcome) -> None:
         """Take the outcome of one slot: what the placer is given as its sink."""
