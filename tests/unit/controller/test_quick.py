@@ -63,7 +63,7 @@ class Bench:
         def run() -> None:
             try:
                 ends.append((call(),))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  # the end that is asked for
                 ends.append(error)
 
         thread = threading.Thread(target=run, daemon=True)
@@ -217,8 +217,7 @@ def test_what_is_not_plain_goes_the_long_way(bench: Bench, monkeypatch: pytest.M
 
 async def answer_when(placer: FakePlacer, count: int, outcomes: list[Outcome]) -> None:
     """Answer the last requests once there are so many, from another thread."""
-    while len(placer.requests) < count:
-        await asyncio.sleep(0.001)
+    await asyncio.to_thread(wait_until, lambda: len(placer.requests) >= count, what="the requests")
     for request, outcome in zip(placer.requests[-len(outcomes) :], outcomes, strict=True):
         await asyncio.to_thread(request.answer, outcome)
 
@@ -248,8 +247,7 @@ def test_an_awaited_call_that_takes_a_while_is_watched(bench: Bench) -> None:
 
     async def run() -> None:
         asked = asyncio.ensure_future(bench.group.each.aio(1))
-        while not bench.watcher.out:
-            await asyncio.sleep(0.005)
+        await asyncio.to_thread(wait_until, lambda: bench.watcher.out, what="the watcher to hear of it")
         await answer_when(bench.placer, 3, [ok("a"), ok("b"), ok("c")])
         assert await asked == ["a", "b", "c"]
 
@@ -262,8 +260,7 @@ def test_cancelling_the_await_cancels_the_call(bench: Bench) -> None:
 
     async def run() -> None:
         asked = asyncio.ensure_future(bench.group.each.aio(1))
-        while len(bench.placer.requests) < 3:
-            await asyncio.sleep(0.001)
+        await asyncio.to_thread(bench.requests, 3)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
