@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from zbus.runtime.processes import children_of
+from zbus.testing.memory import high_water_mb
 
 ROLES = ("controller", "actor", "rollout")
 TOOLS = ("msgspec-stream", "zbus", "zbus-1", "zbus-gz", "zbus-perfetto", "viztracer", "areal")
@@ -310,15 +311,6 @@ def run(tool: str, source: Path, output: Path, mem_gb: float) -> dict[str, Any]:
         return {"error": last, "peak_mb": sum(peaks.values())}
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return {**found, "peak_mb": sum(peaks.values()), "processes": len(peaks)}
-
-
-def high_water_mb(pid: int) -> int:
-    """Return the most memory that a process held so far; 0 if it is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) // 1024 for line in lines if "VmHWM" in line), 0)
 
 
 if __name__ == "__main__":

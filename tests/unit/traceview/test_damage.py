@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from traceview.merge import merge
 from zbus.runtime.processes import children_of
+from zbus.testing.memory import high_water_mb
 
 GOOD = (Path(__file__).parents[2] / "golden" / "trace" / "traces_0.jsonl").read_bytes()
 
@@ -127,12 +128,3 @@ def test_all_processes_of_a_merge_stay_within_the_memory_together(tmp_path):
     assert process.returncode == 0
     assert len(peaks) == 3
     assert sum(peaks.values()) <= 256
-
-
-def high_water_mb(pid: int) -> int:
-    """Return the most memory that a process held so far; 0 if it is gone."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) // 1024 for line in lines if "VmHWM" in line), 0)

@@ -10,12 +10,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Final
+
+from zbus.testing.memory import rss_mib
 
 __all__ = ["Memory"]
 
-_MIB: Final = 1 << 20
 _ENOUGH: Final = 9
 
 
@@ -72,10 +72,10 @@ class Memory:
     def _take(self) -> None:
         now = time.monotonic()
         _give_back()
-        self._samples["self"].append((now, _rss_mib(os.getpid())))
+        self._samples["self"].append((now, rss_mib(os.getpid())))
         for name, pid in self._others():
             with contextlib.suppress(OSError):
-                self._samples[name].append((now, _rss_mib(pid)))
+                self._samples[name].append((now, rss_mib(pid)))
 
 
 def _slope(samples: list[tuple[float, float]]) -> float:
@@ -88,8 +88,3 @@ def _give_back() -> None:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def _rss_mib(pid: int) -> float:
-    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGESIZE") / _MIB
