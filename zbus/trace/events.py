@@ -67,6 +67,8 @@ class ArrowEnd(Event, omit_defaults=True, gc=False):
     flow_in: bool = False
 
 
+_LANES: Final = 4096
+
 _encoder = msgspec.json.Encoder(order=None)
 
 
@@ -94,10 +96,42 @@ def user_flow_id(run: str, key: str) -> str:
 
 
 def _hash(kind: bytes, *parts: bytes | str | int) -> str:
+    digest: str = _blake2b()(_joined(kind, *parts), digest_size=16).hexdigest()
+    return digest
+
+
+def _joined(*parts: bytes | str | int) -> bytes:
+    return b"\0".join(p if isinstance(p, bytes) else str(p).encode("utf-8", "replace") for p in parts)
+
+
+def _blake2b() -> Any:
     import hashlib  # brings all of OpenSSL along: an agent never hashes, and should not pay for it
 
-    text = b"\0".join(p if isinstance(p, bytes) else str(p).encode("utf-8", "replace") for p in (kind, *parts))
-    return hashlib.blake2b(text, digest_size=16).hexdigest()
+    return hashlib.blake2b
+
+
+class _Lane:
+    """What all calls of one lane to one worker share: its rows, and what their ids are hashes of, up to the seq."""
+
+    __slots__ = ("_blake2b", "_call", "_flow", "caller_row", "queue_row", "worker")
+
+    def __init__(self, session: bytes, worker: str, incarnation: int, lane: str) -> None:
+        self.worker = worker
+        self.caller_row = f"→ {worker} {lane}"
+        self.queue_row = f"queue {lane}"
+        self._call = _joined(b"call", session, worker, incarnation, lane, b"")
+        self._flow = _joined(b"flow", session, worker, incarnation, lane, b"")
+        self._blake2b = _blake2b()
+
+    def call(self, seq: int) -> str:
+        """Return ``call_id`` of a call of this lane."""
+        digest: str = self._blake2b(self._call + str(seq).encode(), digest_size=16).hexdigest()
+        return digest[:16]
+
+    def flows(self, seq: int, attempt: int) -> tuple[str, str]:
+        """Return ``bus_flow_ids`` of an attempt of a call of this lane."""
+        both = self._blake2b(self._flow + f"{seq}\0{attempt}".encode(), digest_size=16).hexdigest()
+        return f"0x{both[:16]}", f"0x{both[16:]}"
 
 
 def encode_events(events: list[Event]) -> bytes:
@@ -153,6 +187,7 @@ class Expander:
         self._epoch = epoch_ns
         self._run = run
         self._rows: dict[str, int] = {}
+        self._lanes: dict[tuple[bytes, str, int, str], _Lane] = {}
 
     def forget_names(self) -> None:
         """Announce every row anew: the lines that announced them may not have been written."""
@@ -222,115 +257,133 @@ class Expander:
             out.append(Event("thread_sort_index", "M", pid=self._pid, tid=tid, args={"sort_index": ROW_BASE}))
         return tid
 
-    def _span(self, out: list[Event], label: str, times: tuple[int, int], tid: int, track: str) -> Event:
-        start, end = times
-        event = Event(label, "X", self.ts(start), max(0, end - start) / 1000, self._pid, tid, "rpc", track=track)
-        out.append(event)
-        return event
+    def _lane(self, session: bytes, worker: Any, incarnation: int, lane: str) -> _Lane:
+        key = session, worker if type(worker) is str else _worker(worker), incarnation, lane
+        found = self._lanes.get(key)
+        if found is None:
+            if len(self._lanes) >= _LANES:
+                self._lanes.clear()
+            found = self._lanes[key] = _Lane(*key)
+        return found
 
-    def _arrow(
-        self, out: list[Event], label: str, times: tuple[int, int], tid: int, track: str, arrow: str, *, leaves: bool
-    ) -> ArrowEnd:
-        start, end = times
-        dur = max(0, end - start) / 1000
-        event = ArrowEnd(label, "X", self.ts(start), dur, self._pid, tid, "rpc", track, None, arrow, leaves, not leaves)
-        out.append(event)
-        return event
+    def _span(  # hot path
+        self, out: list[Event], label: str, start: int, end: int, tid: int, track: str, args: dict[str, Any]
+    ) -> None:
+        ts, dur = (start - self._epoch) / 1000, (end - start if end > start else 0) / 1000
+        out.append(Event(label, "X", ts, dur, self._pid, tid, "rpc", track, args))
+
+    def _leave(  # as _span
+        self, out: list[Event], label: str, start: int, end: int, tid: int, track: str, args: dict[str, Any], arrow: str
+    ) -> None:
+        ts, dur = (start - self._epoch) / 1000, (end - start if end > start else 0) / 1000
+        out.append(ArrowEnd(label, "X", ts, dur, self._pid, tid, "rpc", track, args, arrow, flow_out=True))
+
+    def _arrive(  # as _span
+        self, out: list[Event], label: str, start: int, end: int, tid: int, track: str, args: dict[str, Any], arrow: str
+    ) -> None:
+        ts, dur = (start - self._epoch) / 1000, (end - start if end > start else 0) / 1000
+        out.append(ArrowEnd(label, "X", ts, dur, self._pid, tid, "rpc", track, args, arrow, flow_in=True))
 
     def _client(self, record: Record, out: list[Event]) -> None:
         _, session, worker, incarnation, lane, seq, attempt, method, *rest = record
         submit, encoded, sent, reply, decoded, bytes_out, bytes_in, outcome, batch, attempts = rest
-        worker = _worker(worker)
-        tid = self._row(f"→ {worker} {lane}", out)
-        call = call_id(session, worker, incarnation, lane, seq)
-        whole = self._span(out, f"call {method}", (submit, decoded), tid, call)
-        whole.args = {"kind": "client", "call": call, "method": method, "worker": worker, "lane": lane, "seq": seq}
-        whole.args |= {"attempt": attempt, "outcome": outcome, "bytes_out": bytes_out, "bytes_in": bytes_in}
+        link = self._lane(session, worker, incarnation, lane)
+        tid = self._row(link.caller_row, out)
+        call = link.call(seq)
+        whole = {
+            "kind": "client", "call": call, "method": method, "worker": link.worker, "lane": lane, "seq": seq,
+            "attempt": attempt, "outcome": outcome, "bytes_out": bytes_out, "bytes_in": bytes_in,
+        }  # fmt: skip
         if batch:
-            whole.args["batch"] = batch
-        request, answer = bus_flow_ids(session, worker, incarnation, lane, seq, attempt)
+            whole["batch"] = batch
+        request, answer = link.flows(seq, attempt)
         first = attempt
         if attempts > 1:  # what left at t_sent was the first of them, whichever was answered
-            whole.args["attempts"], first = attempts, 1
-            request, _ = bus_flow_ids(session, worker, incarnation, lane, seq, first)
+            whole["attempts"], first = attempts, 1
+            request, _ = link.flows(seq, first)
+        self._span(out, f"call {method}", submit, decoded, tid, call, whole)
         if encoded:
-            part = self._span(out, "encode", (submit, encoded), tid, call)
-            part.args = {"kind": "encode", "call": call}
+            self._span(out, "encode", submit, encoded, tid, call, {"kind": "encode", "call": call})
         if sent:
             # The arrow leaves where sending begins: the worker may have the request before the caller notes it as sent.
+            wire = {"kind": "wire", "call": call, "attempt": attempt}
             if encoded:
-                part = self._arrow(out, "send", (encoded, sent), tid, call, request, leaves=True)
-                part.args = {"kind": "send", "call": call, "attempt": first}
-                wire = self._span(out, "wire", (sent, reply or decoded), tid, call)
+                send = {"kind": "send", "call": call, "attempt": first}
+                self._leave(out, "send", encoded, sent, tid, call, send, request)
+                self._span(out, "wire", sent, reply or decoded, tid, call, wire)
             else:
-                wire = self._arrow(out, "wire", (sent, reply or decoded), tid, call, request, leaves=True)
-            wire.args = {"kind": "wire", "call": call, "attempt": attempt}
+                self._leave(out, "wire", sent, reply or decoded, tid, call, wire, request)
         if reply:
-            part = self._arrow(out, "decode", (reply, decoded), tid, call, answer, leaves=False)
-            part.args = {"kind": "return", "call": call, "attempt": attempt}
+            taken = {"kind": "return", "call": call, "attempt": attempt}
+            self._arrive(out, "decode", reply, decoded, tid, call, taken, answer)
 
     def _sent(self, record: Record, out: list[Event]) -> None:
         _, session, worker, incarnation, lane, seq, calls, attempt, at = record
-        worker = _worker(worker)
-        row = self._row(f"→ {worker} {lane}", out)
+        link = self._lane(session, worker, incarnation, lane)
+        row = self._row(link.caller_row, out)
         for number in range(seq, seq + calls):
-            call = call_id(session, worker, incarnation, lane, number)
+            call = link.call(number)
+            args = {"kind": "sent", "call": call, "attempt": attempt}
             if attempt > 1:
-                request, _ = bus_flow_ids(session, worker, incarnation, lane, number, attempt)
-                event: Event = self._arrow(out, "sent again", (at, at), row, call, request, leaves=True)
+                self._leave(out, "sent again", at, at, row, call, args, link.flows(number, attempt)[0])
             else:  # the arrow of the first attempt leaves from the call's own span
-                event = self._span(out, "sent late", (at, at), row, call)
-            event.args = {"kind": "sent", "call": call, "attempt": attempt}
+                self._span(out, "sent late", at, at, row, call, args)
 
     def _server(self, record: Record, tid: int, out: list[Event]) -> None:
         _, session, worker, incarnation, lane, seq, attempt, method, *rest = record
         arrived, start, decoded, run_end, encoded, outcome, sent, task = rest
-        worker = _worker(worker)
-        call = call_id(session, worker, incarnation, lane, seq)
-        request, answer = bus_flow_ids(session, worker, incarnation, lane, seq, attempt)
+        link = self._lane(session, worker, incarnation, lane)
+        call = link.call(seq)
+        request, answer = link.flows(seq, attempt)
         end = start or decoded or run_end or encoded or arrived
-        row = self._row(f"queue {lane}", out)
-        queue = self._arrow(out, f"queue {method}", (arrived, end), row, call, request, leaves=False)
-        queue.args = {"kind": "queue", "call": call, "method": method, "worker": worker, "lane": lane, "seq": seq}
-        queue.args |= {"attempt": attempt, "outcome": outcome}
+        row = self._row(link.queue_row, out)
+        queue = {
+            "kind": "queue", "call": call, "method": method, "worker": link.worker, "lane": lane, "seq": seq,
+            "attempt": attempt, "outcome": outcome,
+        }  # fmt: skip
+        self._arrive(out, f"queue {method}", arrived, end, row, call, queue, request)
         track = task or ""
         if start and decoded:
-            part = self._span(out, "decode", (start, decoded), tid, track)
-            part.args = {"kind": "decode", "call": call}
+            self._span(out, "decode", start, decoded, tid, track, {"kind": "decode", "call": call})
         if decoded and run_end:
-            part = self._span(out, f"run {method}", (decoded, run_end), tid, track)
-            part.args = {"kind": "run", "call": call, "method": method, "attempt": attempt, "outcome": outcome}
-            part.args |= {"lane": lane, "seq": seq}
+            run = {
+                "kind": "run", "call": call, "method": method, "attempt": attempt, "outcome": outcome, "lane": lane,
+                "seq": seq,
+            }  # fmt: skip
+            self._span(out, f"run {method}", decoded, run_end, tid, track, run)
         begin = run_end or decoded or end
         if encoded and sent:
-            part = self._span(out, "encode", (begin, encoded), tid, track)
-            part.args = {"kind": "encode_result", "call": call, "attempt": attempt}
+            args = {"kind": "encode_result", "call": call, "attempt": attempt}
+            self._span(out, "encode", begin, encoded, tid, track, args)
             begin = encoded
         if encoded or sent:
-            part = self._arrow(out, "reply", (begin, sent or encoded), tid, track, answer, leaves=True)
-            part.args = {"kind": "reply", "call": call, "attempt": attempt}
+            args = {"kind": "reply", "call": call, "attempt": attempt}
+            self._leave(out, "reply", begin, sent or encoded, tid, track, args, answer)
 
     def _batch(self, record: Record, tid: int, out: list[Event]) -> None:
         _, method, batch, lane, members, calls, submit, done, merged, outcome, taken, decoded, task = record
-        facts = {"batch": batch, "method": method, "lane": lane, "members": members, "calls": calls}
-        track = f"batch {batch}"
+        facts = {
+            "kind": "batch", "batch": batch, "method": method, "lane": lane, "members": members, "calls": calls,
+            "outcome": outcome,
+        }  # fmt: skip
         # An answer that was taken long after it had come does not make the batch longer.
         end = done if taken - done > _AT_ONCE_NS else merged or done
-        whole = self._span(out, f"batch {method}", (submit, end), self._row(f"batches {lane}", out), track)
-        whole.args = {"kind": "batch", **facts, "outcome": outcome}
+        row = self._row(f"batches {lane}", out)
+        self._span(out, f"batch {method}", submit, end, row, f"batch {batch}", facts)
         if taken and decoded:
-            part = self._span(out, "decode", (taken, decoded), tid, task or "")
-            part.args = {"kind": "decode_results", "batch": batch}
+            args = {"kind": "decode_results", "batch": batch}
+            self._span(out, "decode", taken, decoded, tid, task or "", args)
         if merged:
-            part = self._span(out, f"merge {method}", (decoded or taken or done, merged), tid, task or "")
-            part.args = {"kind": "merge", "batch": batch}
+            args = {"kind": "merge", "batch": batch}
+            self._span(out, f"merge {method}", decoded or taken or done, merged, tid, task or "", args)
 
     def _profile(self, record: Record, out: list[Event]) -> None:
         _, row, events = record
         tid = self._row(row, out)
         for name, cat, start, end, args in events:
-            event = self._span(out, name, (start, end), tid, "")
-            event.cat, event.args = cat, args or None
+            out.append(
+                Event(name, "X", self.ts(start), max(0, end - start) / 1000, self._pid, tid, cat, "", args or None)
+            )
 
 
 def _worker(name: Any) -> str:
