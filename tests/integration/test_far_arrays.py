@@ -16,7 +16,7 @@ from zbus.config import Config
 from zbus.config.schema import DataConfig, SchedulerConfig
 from zbus.data.porter import PULL_FROM, Porter
 from zbus.data.presence import VARIABLE
-from zbus.errors import CallTimeout, OutcomeUnknown, RemoteError, WorkerLost
+from zbus.errors import CallCancelled, CallTimeout, NotExecuted, OutcomeUnknown, RemoteError, WorkerLost
 from zbus.transport.carrier import Reach
 
 MIB = 1 << 20
@@ -153,10 +153,17 @@ def test_an_answer_whose_sender_died_before_its_arrays_were_read_is_lost(tmp_pat
 
 
 @pytest.fixture
-def silent():
-    """Return an address where somebody accepts and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+def listener():
+    """Return a socket that says nothing to whoever connects."""
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        made.settimeout(scaled(20))
+        yield made
+
+
+@pytest.fixture
+def silent(listener):
+    """Return the address of ``listener``."""
+    return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def test_an_answer_that_does_not_come_ends_with_the_deadline_and_names_where_it_is(tmp_path, elsewhere, silent):
@@ -177,15 +184,16 @@ def test_an_answer_that_does_not_come_ends_with_the_deadline_and_names_where_it_
 def test_an_argument_that_does_not_come_ends_with_the_deadline_and_names_where_it_is(
     tmp_path, elsewhere, silent, monkeypatch
 ):
-    """The method does not run; the error says how much came from where; small calls go on."""
+    """The method does not run, and that is proved; the error says how much came from where; small calls go on."""
     monkeypatch.setattr(Porter, "reach", property(lambda _: Reach("", (silent,))))
     with launch(tmp_path, arrays(1, env=elsewhere)) as bus:
         actor = bus.group("actor")
-        with pytest.raises(RemoteError) as caught:
+        with pytest.raises((CallTimeout, NotExecuted)) as caught:
             actor.digest.options(deadline=scaled(1.5))(np.zeros(4 * MIB, np.uint8))
         assert "could not be pulled" in str(caught.value)
         assert "0 of 4,194,304 bytes came" in str(caught.value)
         assert silent in str(caught.value)
+        assert caught.value.outcome == "NOT_EXECUTED"
         assert actor.digest(np.zeros(10, np.uint8)) == [digest(np.zeros(10, np.uint8))]
 
 
@@ -219,3 +227,31 @@ def test_ranks_that_are_killed_amid_transfers_leave_nothing_here(tmp_path, elsew
             if before is None:
                 before = descriptors()
         wait_until(lambda: descriptors() <= before, what="descriptors to be closed")
+
+
+@pytest.mark.parametrize("lane", ["main", "beside"])
+def test_a_call_that_is_cancelled_while_its_arguments_come_does_not_begin(
+    tmp_path, elsewhere, silent, listener, monkeypatch, lane
+):
+    """The rank stops waiting for the data at once; the calls behind it go on."""
+    monkeypatch.setattr(Porter, "reach", property(lambda _: Reach("", (silent,))))
+    with launch(tmp_path, arrays(1, env=elsewhere)) as bus:
+        actor = bus.group("actor")
+        large = np.zeros(4 * MIB, np.uint8)
+        future = actor.order.submit(0, large) if lane == "beside" else actor.digest.submit(large)
+        behind = actor.order.submit(1, None) if lane == "beside" else actor.digest.submit(large[:9])
+        listener.accept()[0].close()  # the rank asks for the data
+        future.cancel()
+        with pytest.raises(CallCancelled, match="0 of 4,194,304 bytes came"):
+            future.result(scaled(20))
+        assert behind.result(scaled(20)) == (0 if lane == "beside" else [digest(large[:9])])
+
+
+def test_an_argument_from_an_owner_that_is_gone_is_an_error_of_the_call(tmp_path, elsewhere, monkeypatch):
+    """There is no such address here: told at once, long before the deadline."""
+    monkeypatch.setattr(Porter, "reach", property(lambda _: Reach("", ("ipc:///nowhere/data",))))
+    with (
+        launch(tmp_path, arrays(1, env=elsewhere)) as bus,
+        pytest.raises(RemoteError, match="no way to the owner of the data"),
+    ):
+        bus.group("actor").digest(np.zeros(4 * MIB, np.uint8))

@@ -10,6 +10,7 @@ and the array is there for as long as the object is.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from zbus.data.lease import SHARED_FROM, Lease
 from zbus.data.offer import Offer, is_offer, read_offer
 from zbus.errors import CodecError, TransportError
 from zbus.protocol.messages import Buffer, Buffers
+from zbus.protocol.puller import Ending
 from zbus.transport.bulk import Bulk, Pull, PullFailed, Range
 from zbus.transport.carrier import Reach
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
     from zbus.data.warm import WarmMemory
 
-__all__ = ["PULL_FROM", "Porter"]
+__all__ = ["PULL_FROM", "Opening", "Porter"]
 
 PULL_FROM: Final = 4 << 20
 """Bytes from which an array is pulled where it cannot be mapped; measured in ``docs/decisions/bulk-data.md``."""
@@ -153,13 +155,20 @@ class Porter:
         """Tell whether ``opened`` would have to wait for data."""
         return any(map(is_offer, frames[1:]))
 
-    def opened(self, frames: Buffers, peer: Reach, deadline_s: float | None = None) -> Buffers:
+    def opened(
+        self,
+        frames: Buffers,
+        peer: Reach,
+        deadline_s: float | None = None,
+        begun: Callable[[Opening], None] | None = None,
+    ) -> Buffers:
         """Return received frames with the arrays in place of what names them; waits for those that are pulled.
 
         Args:
             frames: As received.
             peer: What their sender said of itself.
             deadline_s: Seconds from now in which all must be there; None: as long as they come.
+            begun: Given what is waited for, if anything is; its ``give_up`` ends the wait.
 
         Raises:
             CodecError: What they name is not there, or did not come.
@@ -170,6 +179,8 @@ class Porter:
         done = threading.Event()
         opening = self._begin(made, peer, deadline_s, lambda _opening: done.set())
         try:
+            if begun is not None:
+                begun(opening)
             done.wait()
         except BaseException:
             opening.cancel()
@@ -196,10 +207,10 @@ class Porter:
             if peer.data:
                 msg = f"{total:,} bytes of arrays are offered, at most {DEFAULT_LIMITS.buffer_bytes:,} are taken"
             raise CodecError(msg)
-        opening = Opening(frames, total, len(wanted), then)
+        opening = Opening(self.bulk, frames, total, len(wanted), then)
         try:
             for number, (key, nbytes) in wanted.items():
-                opening.add(self.bulk, number, self.memory(nbytes), (peer.data, key, nbytes, deadline_s))
+                opening.add(number, self.memory(nbytes), (peer.data, key, nbytes, deadline_s))
             self.bulk.call_soon(opening.begun)
         except (TransportError, MemoryError, ValueError, OSError) as error:
             opening.cancel()
@@ -300,7 +311,8 @@ class Opening:
         total: Bytes to come.
     """
 
-    def __init__(self, frames: Buffers, total: int, count: int, then: Callable[[Opening], None]) -> None:
+    def __init__(self, bulk: Bulk, frames: Buffers, total: int, count: int, then: Callable[[Opening], None]) -> None:
+        self._bulk = bulk
         self.total = total
         self._frames: list[Buffer] = list(frames)
         self._then: Callable[[Opening], None] | None = then
@@ -310,7 +322,6 @@ class Opening:
 
     def add(
         self,
-        bulk: Bulk,
         number: int,
         memory: np.ndarray[Any, Any],
         what: tuple[Sequence[str], bytes, int, float | None],
@@ -320,7 +331,7 @@ class Opening:
         view = memory.data
         self._frames[number] = view
         self._pulls.append(
-            bulk.pull(
+            self._bulk.pull(
                 endpoints, key, [Range(0, 0, nbytes, nbytes)], [view.cast("B")], deadline_s=deadline_s, then=self._ended
             )
         )
@@ -338,6 +349,20 @@ class Opening:
         if self._failed is not None:
             raise CodecError(str(self._failed)) from self._failed
         return self._frames
+
+    def give_up(self) -> None:
+        """Want nothing of it any more; whoever waits is told that it failed, on the bulk thread."""
+        with contextlib.suppress(TransportError):  # this process closes, which ends it as well
+            self._bulk.call_soon(self._give_up)
+
+    def _give_up(self) -> None:
+        then = self._then
+        if then is None:
+            return
+        self.cancel()
+        self._failed = next((pull.failure() for pull in self._pulls if pull.how is not Ending.DONE), None)
+        self._failed = self._failed or PullFailed("given up when all was there")
+        then(self)
 
     def cancel(self) -> None:
         """Want nothing of it any more; nobody is told."""

@@ -24,6 +24,7 @@ from zbus.protocol.messages import (
 __all__ = ["LaneAnswers"]
 
 # As in ``caller_sending``: plain names for the words of a small call.
+_MOST_WORDS: Final = 1_000
 _RESULT: Final = int(Kind.RESULT)
 _OK: Final = OutcomeKind.OK
 _new: Final = tuple.__new__
@@ -175,6 +176,9 @@ class LaneAnswers(LaneSending):
                 kind, reason = OutcomeKind.CANCELLED, "cancelled"
             else:
                 kind, reason = OutcomeKind.NOT_EXECUTED, "deadline"
+            if buffers:  # what it waited for, in words
+                evidence = f"{evidence or 'not started'}: {bytes(buffers[0][:_MOST_WORDS]).decode('utf-8', 'replace')}"
+                buffers = ()
         elif header.status == Status.STOPPED:
             request = self._find(header.seq)
             if request is not None and not request.cancelled:

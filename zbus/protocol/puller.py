@@ -59,6 +59,7 @@ class Ending(enum.Enum):
     STALLED = "stalled"
     ABSENT = "absent"
     LIED = "lied"
+    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +235,10 @@ class Puller:
             return []
         self._drop(pull)
         return self._pump(now)
+
+    def progress(self, number: int) -> str:
+        """Say how much of a pull came; it is not over."""
+        return self._pulls[number].came
 
     def owner_gone(self, evidence: str) -> list[Ended]:
         """End all pulls: their owner is known to be no more, or this process closes."""

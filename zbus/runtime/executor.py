@@ -29,7 +29,7 @@ from zbus import failpoints
 from zbus.codec import Keep, decode_calls, encode
 from zbus.codec.exceptions import describe_exception
 from zbus.engine import EndpointSpec, Engine
-from zbus.errors import CallStopped
+from zbus.errors import CallStopped, CodecError
 from zbus.protocol.journal import LaneRing
 from zbus.protocol.messages import Buffer, Buffers, CancelRunning, Execute, Kind, Status, StreamCredit
 from zbus.runtime.batches import Holding, refuse_stream, run_batch
@@ -70,13 +70,22 @@ class Answers(Protocol):
         """Send one item of a stream."""
 
 
+class Opening(Protocol):
+    """Arrays of a request on their way."""
+
+    def give_up(self) -> None:
+        """Want them no more: ``opened`` raises."""
+
+
 class Arrays(Protocol):
     """Large arrays apart from the messages, by the session they come from or go to."""
 
     def must_pull(self, frames: Buffers) -> bool:
         """Tell whether ``opened`` would have to wait for data."""
 
-    def opened(self, frames: Buffers, session: bytes, deadline_s: float | None = None) -> Buffers:
+    def opened(
+        self, frames: Buffers, session: bytes, deadline_s: float | None, begun: Callable[[Opening], None]
+    ) -> Buffers:
         """Return a request's frames with the arrays in their places; waits for those that are pulled."""
 
     def keeper(self, session: bytes) -> Keep | None:
@@ -168,6 +177,7 @@ class Executor:
         self._tasks: dict[tuple[bytes, str, int], asyncio.Task[None]] = {}  # those that have begun
         self._waiting: set[asyncio.Task[None]] = set()  # all: a loop keeps only weak references
         self._behind: dict[str, asyncio.Future[None]] = {}  # by async lane: done when the last one to wait has its data
+        self._pulls: dict[tuple[bytes, str, int], Opening] = {}
         self._streams: dict[tuple[bytes, str, int], RunningStream] = {}
         self.unwanted: set[tuple[bytes, str, int]] = set()  # requests that are not to go on; gone with their end
         self._closed = False
@@ -258,6 +268,9 @@ class Executor:
         self.unwanted.add(key)
         if effect.lane in self._async_lanes:
             self._soon(self._cancel_task, key)
+        opening = self._pulls.get(key)
+        if opening is not None:
+            opening.give_up()
         stream = self._streams.get(key)
         if stream is not None:
             stream.grant(stream.acked)  # it may wait for credit
@@ -591,7 +604,8 @@ class Executor:
             frames = request.buffers
             if len(frames) > 1 and self._arrays is not None:
                 left_ns = None if request.deadline_ns is None else request.deadline_ns - time.monotonic_ns()
-                frames = self._arrays.opened(frames, request.session, None if left_ns is None else left_ns / 1e9)
+                left_s = None if left_ns is None else left_ns / 1e9
+                frames = self._arrays.opened(frames, request.session, left_s, partial(self._pull_begun, request))
             refs: list[Any] = []
             calls = decode_calls(frames, refs)
             if type(calls) is not list or len(calls) != request.calls:
@@ -600,10 +614,27 @@ class Executor:
             if refs or set(map(len, calls)) != _PARTS:
                 return with_specials(calls, fills=bool(refs))
         except Exception as error:  # a body that is not one: the caller's fault, told to the caller  # noqa: BLE001
+            now = time.monotonic_ns()
+            stopped = self.is_stopped(request)
+            self.unwanted.discard((request.session, request.lane, request.seq))
+            if stopped or (request.deadline_ns is not None and now >= request.deadline_ns):
+                words = str(error.message if isinstance(error, CodecError) else error).encode()
+                status = Status.CANCELLED if stopped else Status.EXPIRED
+                for index in range(request.calls):
+                    self._answers.finish(request, index, Kind.FAILURE, status, (words,))
+                return None
             for index in range(request.calls):
-                self.fail(request, index, "?", error, time.monotonic_ns(), 0)
+                self.fail(request, index, "?", error, now, 0)
             return None
+        finally:
+            self._pulls.pop((request.session, request.lane, request.seq), None)
         return calls
+
+    def _pull_begun(self, request: Execute, opening: Opening) -> None:
+        key = (request.session, request.lane, request.seq)
+        self._pulls[key] = opening
+        if key in self.unwanted:  # else whoever adds it there looks here after it
+            opening.give_up()
 
     def _prepared(self, request: Execute, special: Special, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments of a special call; what fails here fails before the method starts."""

@@ -97,14 +97,18 @@ class Pull:
             PullFailed: It ended without its data.
         """
         if self.how is not Ending.DONE:
-            nbytes = sum(one.nbytes for one in self._what[1])
-            how = "not over" if self.how is None else self.how.value
-            error = PullFailed(
-                f"{nbytes:,} bytes could not be pulled from {self.endpoint} ({how}): {self.evidence}",
-                facts={"owner": self.endpoint, "bytes": f"{nbytes:,}", "seen": self.evidence},
-            )
-            error.how, error.endpoint = self.how or Ending.STALLED, self.endpoint
-            raise error
+            raise self.failure()
+
+    def failure(self) -> PullFailed:
+        """Return what it failed of, once it has."""
+        nbytes = sum(one.nbytes for one in self._what[1])
+        how = "not over" if self.how is None else self.how.value
+        error = PullFailed(
+            f"{nbytes:,} bytes could not be pulled from {self.endpoint} ({how}): {self.evidence}",
+            facts={"owner": self.endpoint, "bytes": f"{nbytes:,}", "seen": self.evidence},
+        )
+        error.how, error.endpoint = self.how or Ending.CANCELLED, self.endpoint
+        return error
 
     def _tell(self) -> None:
         then, self._then = self._then, None
@@ -431,12 +435,14 @@ class Bulk:
             if pull.how is not None:
                 return
             link = pull._link  # noqa: SLF001  # as above
+            evidence = "given up here, before anything came"
             if link is None:
                 self._waiting.remove(pull)
             else:
+                evidence = f"given up here; {link.puller.progress(pull._number)}"  # noqa: SLF001  # as above
                 link.cancel(pull._number)  # noqa: SLF001  # as above
                 self._pulls.pop((pull.endpoint, pull._number), None)  # noqa: SLF001  # as above
-            self._finish(pull, Ending.STALLED, "it was given up here")
+            self._finish(pull, Ending.CANCELLED, evidence)
         self._reactor.wake()  # as in ``pull``
 
     def _tick(self, now: int) -> int:
