@@ -64,6 +64,13 @@ class Probe(zbus.Engine):
         return os.environ.get(name)
 
     @zbus.endpoint(Everywhere(), collect=PerRank())
+    def wait_for(self, path: str) -> str:
+        """Run until somebody makes that file."""
+        while not Path(path).exists():
+            time.sleep(0.01)  # a file tells nobody that it has come
+        return path
+
+    @zbus.endpoint(Everywhere(), collect=PerRank())
     def sleep(self, seconds: float) -> float:
         time.sleep(seconds)
         return seconds

@@ -26,7 +26,7 @@ FIRST = textwrap.dedent(
     bus = Controller.launch("test", {{"actor": probes(2, orphans="wait")}}, root={root!r}, trial="t")
     actor = bus.group("actor")
     actor.note("before")
-    busy = actor[0].sleep.submit({busy})
+    busy = actor[0].wait_for.submit({go!r})
     queued = actor[0].note.submit("queued behind it")
     print("ready", flush=True)
     time.sleep(600)
@@ -34,10 +34,10 @@ FIRST = textwrap.dedent(
 )
 
 
-def first_controller(root: Path, busy: float) -> subprocess.Popen:
-    """Start a controller that has a call running and one queued, and return it once it has."""
+def first_controller(root: Path) -> subprocess.Popen:
+    """Start a controller that has a call running, until there is a file ``go``, and one queued; return it then."""
     process = subprocess.Popen(
-        [sys.executable, "-c", FIRST.format(here=str(HERE), root=str(root), busy=busy)],
+        [sys.executable, "-c", FIRST.format(here=str(HERE), root=str(root), go=str(root / "go"))],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -48,7 +48,7 @@ def first_controller(root: Path, busy: float) -> subprocess.Popen:
 
 def test_a_successor_adopts_workers_and_the_result_of_what_ran(tmp_path):
     """The successor has the same processes; queued calls are gone, the result of a running one is kept."""
-    first = first_controller(tmp_path, busy=1.0)
+    first = first_controller(tmp_path)
     try:
         with pytest.raises(zbus.TrialError, match=r"in use|alive"):
             Controller.takeover(tmp_path / "test" / "t")
@@ -59,16 +59,17 @@ def test_a_successor_adopts_workers_and_the_result_of_what_ran(tmp_path):
         first.wait()
         with Controller.takeover(tmp_path / "test" / "t", timeout=scaled(30)) as bus:
             assert bus.epoch == 2
+            (tmp_path / "go").touch()
             actor = bus.group("actor")
             assert {answer["rank"]: answer["pid"] for answer in actor.whoami()} == pids
             assert actor.notes() == [["before"], ["before"]], "what was queued for the old controller never starts"
-            sleeping = wait_until(
-                lambda: [o for o in bus.orphans() if o.methods == ["sleep"] and not o.running],
+            ended = wait_until(
+                lambda: [o for o in bus.orphans() if o.methods == ["wait_for"] and not o.running],
                 what="the running call of the first controller to end",
             )
-            assert (sleeping[0].role, sleeping[0].rank, sleeping[0].epoch) == ("actor", 0, 1)
-            assert sleeping[0].result() == 1.0
-            assert not [o for o in bus.orphans() if o.methods == ["sleep"]], "an orphan is adopted once"
+            assert (ended[0].role, ended[0].rank, ended[0].epoch) == ("actor", 0, 1)
+            assert ended[0].result() == str(tmp_path / "go")
+            assert not [o for o in bus.orphans() if o.methods == ["wait_for"]], "an orphan is adopted once"
             started = [(pid, start_time(pid)) for pid in pids.values()]
         assert not any(is_alive(pid, at) for pid, at in started), "the successor's close ends the workers"
     finally:
@@ -78,7 +79,7 @@ def test_a_successor_adopts_workers_and_the_result_of_what_ran(tmp_path):
 
 def test_a_controller_that_was_replaced_is_fenced(tmp_path):
     """A controller that was suspended while another took over gets a fenced error and changes nothing."""
-    first = first_controller(tmp_path, busy=0.1)
+    first = first_controller(tmp_path)
     try:
         first.send_signal(signal.SIGKILL)
         first.wait()
@@ -96,6 +97,7 @@ def test_a_controller_that_was_replaced_is_fenced(tmp_path):
             assert "epoch 2" in peer.evidence
             late.close()
             factory.close()
+            (tmp_path / "go").touch()
             assert second.group("actor").echo(1) == 1
     finally:
         first.kill()
@@ -115,7 +117,7 @@ SUSPENDED = textwrap.dedent(
     roles = {{"actor": probes(2, orphans="wait", restart="{restart}")}}
     bus = Controller.launch("test", roles, root={root!r}, trial="t")
     actor = bus.group("actor")
-    out = actor[0].sleep.submit(1.5)
+    out = actor[0].wait_for.submit({go!r})
     wait_until(lambda: out.outcomes()[0].state.startswith("running"), what="the call to run")
     actor[0].note.submit("queued behind it")
     print("ready", flush=True)
@@ -134,8 +136,9 @@ SUSPENDED = textwrap.dedent(
 @pytest.mark.parametrize("restart", ["never", "one"])
 def test_a_suspended_controller_is_told_that_it_was_replaced(tmp_path, monkeypatch, restart):
     """SIGSTOP, takeover as from another host whose lease check passed, SIGCONT: Fenced, exit 11, nothing runs."""
+    go = tmp_path / "go"
     process = subprocess.Popen(
-        [sys.executable, "-c", SUSPENDED.format(here=str(HERE), root=str(tmp_path), restart=restart)],
+        [sys.executable, "-c", SUSPENDED.format(here=str(HERE), root=str(tmp_path), restart=restart, go=str(go))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -146,6 +149,7 @@ def test_a_suspended_controller_is_told_that_it_was_replaced(tmp_path, monkeypat
         monkeypatch.setattr("controller.controller.refuse_living", lambda *_, **__: None)
         monkeypatch.setattr("zbus.config.TrialDir.lock", lambda *_: None)
         with Controller.takeover(tmp_path / "test" / "t", timeout=scaled(30)) as second:
+            go.touch()
             process.send_signal(signal.SIGCONT)
             process.stdin.write("go\n")
             process.stdin.flush()
