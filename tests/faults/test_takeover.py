@@ -15,6 +15,7 @@ from controller import Controller
 from launching import HERE, launch, probes
 from waiting import scaled, wait_until
 from zbus.runtime.processes import is_alive, start_time
+from zbus.transport.client import PeerState
 
 FIRST = textwrap.dedent(
     """
@@ -46,7 +47,24 @@ def first_controller(root: Path) -> subprocess.Popen:
     return process
 
 
-def test_a_successor_adopts_workers_and_the_result_of_what_ran(tmp_path):
+@pytest.fixture
+def takes_over(tmp_path, monkeypatch):
+    """Have what runs for the first controller end once the workers obey the second: a takeover waits for that."""
+    await_ready = Controller._await_ready
+
+    def obeyed(members):
+        peers = [member.peer for member in members.roles["actor"].members]
+        return all(peer is not None and peer.state is PeerState.READY for peer in peers)
+
+    def end_what_runs(self, members, *rest):
+        wait_until(lambda: obeyed(members), what="the workers to obey the second controller")
+        (tmp_path / "go").touch()
+        await_ready(self, members, *rest)
+
+    monkeypatch.setattr(Controller, "_await_ready", end_what_runs)
+
+
+def test_a_successor_adopts_workers_and_the_result_of_what_ran(tmp_path, takes_over):
     """The successor has the same processes; queued calls are gone, the result of a running one is kept."""
     first = first_controller(tmp_path)
     try:
@@ -59,7 +77,6 @@ def test_a_successor_adopts_workers_and_the_result_of_what_ran(tmp_path):
         first.wait()
         with Controller.takeover(tmp_path / "test" / "t", timeout=scaled(30)) as bus:
             assert bus.epoch == 2
-            (tmp_path / "go").touch()
             actor = bus.group("actor")
             assert {answer["rank"]: answer["pid"] for answer in actor.whoami()} == pids
             assert actor.notes() == [["before"], ["before"]], "what was queued for the old controller never starts"
@@ -77,7 +94,7 @@ def test_a_successor_adopts_workers_and_the_result_of_what_ran(tmp_path):
         first.wait()
 
 
-def test_a_controller_that_was_replaced_is_fenced(tmp_path):
+def test_a_controller_that_was_replaced_is_fenced(tmp_path, takes_over):
     """A controller that was suspended while another took over gets a fenced error and changes nothing."""
     first = first_controller(tmp_path)
     try:
@@ -85,7 +102,7 @@ def test_a_controller_that_was_replaced_is_fenced(tmp_path):
         first.wait()
         with Controller.takeover(tmp_path / "test" / "t", timeout=scaled(30)) as second:
             from zbus.ids import WorkerName, new_session
-            from zbus.transport.client import Client, PeerState
+            from zbus.transport.client import Client
             from zbus.transport.sockets import SocketFactory
 
             factory = SocketFactory()
@@ -97,7 +114,6 @@ def test_a_controller_that_was_replaced_is_fenced(tmp_path):
             assert "epoch 2" in peer.evidence
             late.close()
             factory.close()
-            (tmp_path / "go").touch()
             assert second.group("actor").echo(1) == 1
     finally:
         first.kill()
@@ -134,11 +150,14 @@ SUSPENDED = textwrap.dedent(
 
 
 @pytest.mark.parametrize("restart", ["never", "one"])
-def test_a_suspended_controller_is_told_that_it_was_replaced(tmp_path, monkeypatch, restart):
+def test_a_suspended_controller_is_told_that_it_was_replaced(tmp_path, monkeypatch, takes_over, restart):
     """SIGSTOP, takeover as from another host whose lease check passed, SIGCONT: Fenced, exit 11, nothing runs."""
-    go = tmp_path / "go"
     process = subprocess.Popen(
-        [sys.executable, "-c", SUSPENDED.format(here=str(HERE), root=str(tmp_path), restart=restart, go=str(go))],
+        [
+            sys.executable,
+            "-c",
+            SUSPENDED.format(here=str(HERE), root=str(tmp_path), restart=restart, go=str(tmp_path / "go")),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -149,7 +168,6 @@ def test_a_suspended_controller_is_told_that_it_was_replaced(tmp_path, monkeypat
         monkeypatch.setattr("controller.controller.refuse_living", lambda *_, **__: None)
         monkeypatch.setattr("zbus.config.TrialDir.lock", lambda *_: None)
         with Controller.takeover(tmp_path / "test" / "t", timeout=scaled(30)) as second:
-            go.touch()
             process.send_signal(signal.SIGCONT)
             process.stdin.write("go\n")
             process.stdin.flush()
