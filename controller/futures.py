@@ -118,7 +118,8 @@ class BatchFuture(Generic[T]):
         if answer is not None:
             return answer[0]
         self._wait(timeout)
-        return self._conclude()
+        answer = self._plain()
+        return self._conclude() if answer is None else answer[0]
 
     def exception(self, timeout: float | None = None) -> Exception | None:
         """Wait and return the error that ``result`` would raise, or None.
@@ -260,9 +261,11 @@ class BatchFuture(Generic[T]):
         return self._guard or self.__dict__.setdefault("_guard", threading.RLock())
 
     def _plain(self) -> tuple[T] | None:
-        """Return the answer in one step where it is one rank's short value that came with others; else None."""
+        """Return the answer in one step where it is one rank's short value; else None."""
         body = self._placement.slots.row[self._call]
-        if type(body) is not bytes or self._merge is not first:
+        if type(body) is not bytes:  # it did not come with others
+            body = None if body is None else self._placement.plain_body(body)
+        if body is None or self._merge is not first:
             return None
         value = decode_plain(body)
         if value is NOT_PLAIN:

@@ -27,7 +27,7 @@ from controller.placer import (
 from zbus.errors import CallError, Unavailable
 from zbus.protocol.batch import BatchSlots
 from zbus.protocol.messages import Buffers, Outcome, OutcomeKind, nbytes_of
-from zbus.trace.tracer import get_tracer
+from zbus.trace.tracer import Tracer, get_tracer
 
 __all__ = ["Placement"]
 
@@ -52,37 +52,43 @@ _GONE: Final = ("worker_exit", "lease", "fenced", "disconnected")
 class Placement:
     """A batch on its way. Methods may be called from any thread; ``deliver`` runs under the placer's lock."""
 
+    # Defaults stand in the class: most calls are answered before any of these is set.
+    cancelled = False
+    refused: Unavailable | None = None  # why nothing was sent to anyone, after waiting
+    _placed: Placed = None
+    _executions = 1
+    _attempts = 0  # transmissions in the executions before
+    _last: Outcome | None = None  # what the execution before a pause ended with
+    _pausing = False  # not placed, and to be placed later
+    _not_before = 0.0  # when the pause before the next execution ends
+    _may_have_run: Outcome | None = None  # the UNKNOWN end of an earlier execution
+    _consumed = 0
+    _consumed_bytes = 0
+    _streaming = False  # an item has come
+    _items = 0  # so many have come
+    _queued = False  # it waited for room before it was placed
+    _lost_at: float | None = None
+    _tracer: Tracer | None = None
+    _batch = 0
+    _sent_ns = 0
+    _last_ns = 0
+    _taken_ns = 0
+    _decoded_ns = 0
+
     def __init__(self, order: Order) -> None:
         self.order = order
         self.slots = BatchSlots(len(order.ranks), len(order.methods))
         self.chunks: deque[Buffers] = deque()
-        self.cancelled = False
         self._lock = threading.Lock()
         self._watchers: list[Callable[[], None]] = []
-        self._placed: Placed = None
         self._began = time.monotonic()
-        self._executions = 1
-        self._attempts = 0  # transmissions in the executions before
-        self._last: Outcome | None = None  # what the execution before a pause ended with
-        self._pausing = False  # not placed, and to be placed later
-        self._not_before = 0.0  # when the pause before the next execution ends
         self._parts: dict[int, Placement] = {}  # members of several whose call runs once more, each by itself
-        self._may_have_run: Outcome | None = None  # the UNKNOWN end of an earlier execution
-        self._consumed = self._consumed_bytes = 0
-        self._streaming = False  # an item has come
-        self._items = 0  # so many have come
-        self._queued = False  # it waited for room before it was placed
         self.again: set[int] = set()  # ranks of several whose call was to run once more
-        self.refused: Unavailable | None = None  # why nothing was sent to anyone, after waiting
-        self._lost_at: float | None = None
         self._failed_at: dict[int, float] = {}
         tracer = get_tracer()
-        self._tracer = tracer if tracer.rpc else None
-        self._batch = tracer.next_batch() if tracer.rpc else 0
-        self._sent_ns = 0
-        self._last_ns = 0
-        self._taken_ns = 0
-        self._decoded_ns = 0
+        if tracer.rpc:
+            self._tracer = tracer
+            self._batch = tracer.next_batch()
         self._untraced: list[tuple[int, int, Outcome, int, int]] = []  # what came before ``place`` returned
         self._late = getattr(order.roster, "late", None)  # who watches calls that take too long
 
@@ -622,6 +628,13 @@ class Placement:
         return max(0.0, min(ends) - time.monotonic()) if ends else 0.0
 
     # -- reading -------------------------------------------------------------------------------------------------------
+
+    def plain_body(self, outcome: Any) -> bytes | None:
+        """Return the encoded value of an outcome, if it is a short one and nobody but the caller looks at it."""
+        payload = outcome.payload
+        if outcome.kind is not _OK or not payload or len(payload) != 1 or type(payload[0]) is not bytes:
+            return None
+        return None if self._tracer is not None or self.order.streams else payload[0]
 
     def error(self, member: int, call: int, outcome: Outcome) -> CallError:
         """Make the error of one slot. Not under a lock."""

@@ -26,7 +26,7 @@ from types import GeneratorType
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from zbus import failpoints
-from zbus.codec import Keep, decode_calls, encode
+from zbus.codec import Keep, decode_calls, encode, encode_plain
 from zbus.codec.exceptions import describe_exception
 from zbus.engine import EndpointSpec, Engine
 from zbus.errors import CallStopped, CodecError
@@ -51,6 +51,7 @@ _LOOP_END_S: Final = 1.0
 _METHOD: Final = operator.itemgetter(0)
 _PARTS: Final = {3}
 _TEXT: Final = {str}
+_UNKNOWN: Final = ("?",)
 
 _PULLS: Final = 8
 """Async calls whose data may be on its way at once; more wait."""
@@ -654,6 +655,9 @@ class Executor:
 
     def encode_answer(self, request: Execute, value: Any) -> list[Buffer]:
         """Return the frames of an answer; arrays in it may change afterwards."""
+        plain = encode_plain(value)
+        if plain is not None:
+            return [plain]
         keep = None if self._arrays is None or request.lane == "ctl" else self._arrays.keeper(request.session)
         return encode(value, snapshot=True, keep=keep)
 
@@ -767,7 +771,9 @@ class Executor:
 
     def note(self, request: Execute, methods: Sequence[Any]) -> None:
         """Remember which methods the calls of a request name, for ``method_of``."""
-        if set(map(type, methods)) != _TEXT:
+        if len(methods) == 1:
+            methods = methods if type(methods[0]) is str else _UNKNOWN
+        elif set(map(type, methods)) != _TEXT:
             methods = [method if type(method) is str else "?" for method in methods]
         self._recent.append((request.seq, request.lane, request.session, methods))
 

@@ -255,13 +255,17 @@ class Server:
             if held is not None and held.request is request:
                 self._flush(now)
                 held.index = index + 1
-            self._do(
-                self.callee.finished(
-                    request.session, request.lane, request.seq + index, kind, status, buffers, now,
-                    chunks=chunks,
-                )
-            )  # fmt: skip
-            self._check_after_send(request.lane)
+            lane = request.lane
+            effects = self.callee.finished(
+                request.session, lane, request.seq + index, kind, status, buffers, now, chunks=chunks
+            )
+            channel = self._channels.get(self._link_of_lane.get(lane, "main"))
+            if channel is not None and len(effects) == 1 and type(effects[0]) is SendTo:  # as most end
+                channel.send(*effects[0])
+            else:
+                self._do(effects)
+            if channel is not None:
+                channel.check()
         if trap is not None:
             trap("after_reply")
 
