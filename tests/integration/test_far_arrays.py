@@ -153,17 +153,16 @@ def test_an_answer_whose_sender_died_before_its_arrays_were_read_is_lost(tmp_pat
 
 
 @pytest.fixture
-def listener():
-    """Return a socket that says nothing to whoever connects."""
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        made.settimeout(scaled(20))
-        yield made
+def silent():
+    """Return an address where somebody accepts and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.fixture
-def silent(listener):
-    """Return the address of ``listener``."""
-    return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+def waits_for(bus):
+    """Return what the only rank does, and how many bytes of arguments it waits for."""
+    (status,) = bus.statuses().values()
+    return status["state"], status["pulling_bytes"]
 
 
 def test_an_answer_that_does_not_come_ends_with_the_deadline_and_names_where_it_is(tmp_path, elsewhere, silent):
@@ -231,7 +230,7 @@ def test_ranks_that_are_killed_amid_transfers_leave_nothing_here(tmp_path, elsew
 
 @pytest.mark.parametrize("lane", ["main", "beside"])
 def test_a_call_that_is_cancelled_while_its_arguments_come_does_not_begin(
-    tmp_path, elsewhere, silent, listener, monkeypatch, lane
+    tmp_path, elsewhere, silent, monkeypatch, lane
 ):
     """The rank stops waiting for the data at once; the calls behind it go on."""
     monkeypatch.setattr(Porter, "reach", property(lambda _: Reach("", (silent,))))
@@ -240,7 +239,7 @@ def test_a_call_that_is_cancelled_while_its_arguments_come_does_not_begin(
         large = np.zeros(4 * MIB, np.uint8)
         future = actor.order.submit(0, large) if lane == "beside" else actor.digest.submit(large)
         behind = actor.order.submit(1, None) if lane == "beside" else actor.digest.submit(large[:9])
-        listener.accept()[0].close()  # the rank asks for the data
+        wait_until(lambda: waits_for(bus) == ("busy", 4 * MIB), what="the rank to wait for the data")
         future.cancel()
         with pytest.raises(CallCancelled, match="0 of 4,194,304 bytes came"):
             future.result(scaled(20))

@@ -39,6 +39,9 @@ PULL_FROM: Final = 4 << 20
 """Bytes from which an array is pulled where it cannot be mapped; measured in ``docs/decisions/bulk-data.md``."""
 
 
+_MOST_KNOWN: Final = 64
+
+
 def _most_copied() -> int:
     """Return how many bytes of copies may be on offer at once: a quarter of the memory, as of shared memory."""
     try:
@@ -109,6 +112,8 @@ class Porter:
     def keeper_for(self, peer: Reach) -> Keep | None:
         """Return what an encoder does with large arrays of an answer to one peer; None: it copies them."""
         if peer not in self._answers:
+            if len(self._answers) >= _MOST_KNOWN:  # guests come and go
+                self._answers.clear()
             self._answers[peer] = self._keeper_for(peer)
         return self._answers[peer]
 

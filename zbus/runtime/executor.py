@@ -74,6 +74,11 @@ class Answers(Protocol):
 class Opening(Protocol):
     """Arrays of a request on their way."""
 
+    @property
+    def total(self) -> int:
+        """Bytes to come."""
+        ...
+
     def give_up(self) -> None:
         """Want them no more: ``opened`` raises."""
 
@@ -275,6 +280,11 @@ class Executor:
         stream = self._streams.get(key)
         if stream is not None:
             stream.grant(stream.acked)  # it may wait for credit
+
+    @property
+    def pulling(self) -> int:
+        """Bytes of arguments that requests wait for. Any thread."""
+        return sum(opening.total for opening in tuple(self._pulls.values()))
 
     def is_stopped(self, request: Execute) -> bool:
         """Tell whether the caller of a request no longer wants it. Any thread."""

@@ -359,6 +359,7 @@ class _Host:
 
     def _status(self) -> dict[str, Any]:
         calls = self.executor.current_calls()
+        pulling = self.executor.pulling
         return {
             "role": self.config.role,
             "rank": self.config.rank,
@@ -366,9 +367,10 @@ class _Host:
             "incarnation": self.config.incarnation,
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "state": "busy" if any(c["lane"] != "ctl" for c in calls) else "idle",
+            "state": "busy" if pulling or any(c["lane"] != "ctl" for c in calls) else "idle",
             "engine": None if self.executor.engine is None else type(self.executor.engine).__name__,
             "call": next((c for c in calls if c["lane"] != "ctl"), None),
+            "pulling_bytes": pulling,
             "done": self.executor.done,
             "failed": self.executor.failed,
             "rss_bytes": _rss_bytes(),
