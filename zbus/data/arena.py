@@ -20,7 +20,7 @@ from zbus.data.pool import Pool, Slot
 from zbus.data.presence import Presence, lives
 from zbus.data.views import keeping
 
-__all__ = ["COLUMNS", "LEDGER", "READER", "ROWS", "Arena"]
+__all__ = ["COLUMNS", "LEDGER", "READER", "ROWS", "Arena", "host_memory"]
 
 log = logging.getLogger("zbus.data")
 
@@ -57,7 +57,7 @@ def leaves_room(nbytes: int, available: int, total: int, free: int, size: int) -
     return available - nbytes >= total // 10 and free - nbytes >= size // 10
 
 
-def _memory() -> tuple[int, int]:
+def host_memory() -> tuple[int, int]:
     """Return the available and the total memory in bytes; without limits where the kernel does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -278,7 +278,7 @@ class Arena:
             return None
         path = self._presence.path / f"{slot.row}.{slot.birth}"
         try:
-            if not leaves_room(slot.size, *_memory(), *_file_system(self._presence.path)):
+            if not leaves_room(slot.size, *host_memory(), *_file_system(self._presence.path)):
                 raise OSError(errno.ENOSPC, "memory is short")  # the same end as if the kernel said so
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:

@@ -14,7 +14,6 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from zbus.codec import Keep
@@ -42,15 +41,6 @@ PULL_FROM: Final = 4 << 20
 _MOST_KNOWN: Final = 64
 
 
-def _most_copied() -> int:
-    """Return how many bytes of copies may be on offer at once: a quarter of the memory, as of shared memory."""
-    try:
-        line = Path("/proc/meminfo").read_text(encoding="ascii").partition("\n")[0]
-        return int(line.split()[1]) << 8  # KiB, a quarter
-    except (OSError, ValueError, IndexError):
-        return 1 << 30
-
-
 class Porter:
     """Carries arrays out of messages and back in. Any thread may call. numpy comes with the first large array.
 
@@ -68,7 +58,7 @@ class Porter:
         self.courier = courier
         self.bulk = bulk
         self._pull_from = pull_from
-        self._most_copied = _most_copied() if most_copied is None else most_copied
+        self._most_copied = most_copied
         self._copied = 0
         self._ended: deque[int] = deque()
         self._lock = threading.Lock()
@@ -279,11 +269,16 @@ class Porter:
         """Offer a copy; None if too much is on offer already."""
         import numpy as np
 
+        from zbus.data.arena import host_memory
+
         nbytes = len(data)
+        available, total = host_memory()
         with self._lock:
             while self._ended:
                 self._copied -= self._ended.popleft()
-            if self._copied + nbytes > self._most_copied:
+            # Each process has its own bound, and all of a host share the memory: as of shared memory, a tenth stays.
+            most = (total or 4 << 30) // 4 if self._most_copied is None else self._most_copied
+            if self._copied + nbytes > most or available - nbytes < total // 10:
                 return None
             self._copied += nbytes
         copy = self._warm_memory().empty((nbytes,), "u1")

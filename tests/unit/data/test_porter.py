@@ -121,6 +121,15 @@ def test_copies_on_offer_are_bounded(porters):
     assert type(keep(memoryview(np.ones(SIZE, np.uint8)))) is Offer
 
 
+def test_copies_leave_the_host_a_tenth_of_its_memory(porters, monkeypatch):
+    """Many processes offer at once, so each looks at what is left for all."""
+    owner, reader = porters("here"), porters("there")
+    keep = owner.keeper_for(reader.reach)
+    for available, kind in ((12 * SIZE, Offer), (10 * SIZE, bytes)):
+        monkeypatch.setattr("zbus.data.arena.host_memory", lambda available=available: (available, 100 * SIZE))
+        assert type(keep(memoryview(np.ones(SIZE, np.uint8)))) is kind
+
+
 def test_a_reader_that_named_no_address_gets_the_bytes(porters):
     """Nothing is offered to whom could not pull it, also what was offered to others already."""
     owner, reader = porters("here"), porters("there")
