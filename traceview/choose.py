@@ -31,7 +31,7 @@ from traceview.reader import Source, read_events
 
 __all__ = ["Choice", "choose", "match_clocks", "read_heads"]
 
-_HEAD_EVENTS: Final = 1000
+_HEAD_EVENTS: Final = 800
 _CLOCK_MARK: Final = b'"zbus_clock"'
 _BLOCK: Final = 4 << 20
 

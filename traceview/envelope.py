@@ -318,13 +318,19 @@ class _Open:
 
 
 def _top(value: Callable[[Floats], Floats], low: Floats, high: Floats) -> Floats:
-    """Return where a concave function is largest between two ends, row by row."""
+    """Return where a concave function is largest between two ends, row by row: by golden sections."""
     low, high = low.copy(), high.copy()
+    one, two = high - _GOLD * (high - low), low + _GOLD * (high - low)
+    at_one, at_two = value(one), value(two)
     for _ in range(_STEPS):
-        one, two = high - _GOLD * (high - low), low + _GOLD * (high - low)
-        left = value(one) >= value(two)
+        left = at_one >= at_two
         high = np.where(left, two, high)
         low = np.where(left, low, one)
+        inside = _GOLD * (high - low)
+        new = np.where(left, high - inside, low + inside)  # the other of the two points is known already
+        at_new = value(new)
+        one, two = np.where(left, new, two), np.where(left, one, new)
+        at_one, at_two = np.where(left, at_new, at_two), np.where(left, at_one, at_new)
     return (low + high) / 2
 
 

@@ -252,19 +252,19 @@ class Intake:
     def _index(self, batch: Batch) -> NDArray[np.int32]:
         """Return the index of each event's thread."""
         events, phases = batch.events, batch.phases
-        pids = [event.pid for event in events]
-        alone = pids.count(pids[0]) == len(pids)
-        if alone:
-            known = self._threads.get(pids[0], {})
-            try:
-                index = np.array([known[event.tid] for event in events], dtype=np.int32)
+        first = events[0].pid
+        known = self._threads.get(first, {})
+        try:
+            found = [known[event.tid] for event in events if event.pid == first]
+            if len(found) == len(events):
+                index = np.array(found, dtype=np.int32)
                 if "C" in phases:
                     index[batch.phase == _COUNTER] = known[COUNTER_TID]
-            except KeyError:  # a new thread: below
-                pass
-            else:
                 return index
-        tids = [event.tid for event in events]
+        except KeyError:  # a new thread
+            pass
+        pids, tids = [event.pid for event in events], [event.tid for event in events]
+        alone = pids.count(first) == len(pids)
         if "C" in phases:
             tids = [COUNTER_TID if phase == "C" else tid for phase, tid in zip(phases, tids, strict=True)]
         if alone:
