@@ -9,9 +9,9 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from traceview.event import Event
+from traceview.event import BAD_JSON, Event, decode_event, has_long_number
 
-__all__ = ["FAST_PHASES", "Batch"]
+__all__ = ["FAST_PHASES", "Batch", "plain_event"]
 
 FAST_PHASES: Final = frozenset("XMCiIBEbenstf")
 """Phases that the merger handles; others take the slow path once, to be named or dropped."""
@@ -68,3 +68,17 @@ class Batch:
         phase = self.phase[kept]
         events = list(compress(self.events, kept.tolist()))
         return Batch(events, phase.tobytes().decode("latin-1"), phase, self.ts[kept])
+
+
+def plain_event(line: bytes) -> Event | None:
+    """Return the event of a good line, or None: then it needs a closer look."""
+    if has_long_number(line):
+        return None
+    try:
+        event = decode_event(line)
+        if not line.isascii():
+            line.decode()
+    except BAD_JSON:
+        return None
+    phase = event.ph
+    return event if phase in FAST_PHASES and (event.ts is not None or phase == "M") else None

@@ -1,36 +1,24 @@
-"""From the user's INPUT arguments to events: finding files, inflating, splitting, decoding.
+"""From the user's INPUT arguments to events: finding files, splitting their content, decoding.
 
 Memory is bounded whatever the size of a file. Damage is counted in ``Problems`` and never raised.
 """
 
 from __future__ import annotations
 
-import codecs
 import glob
-import json
 import os
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 import msgspec
 
-from traceview.batch import FAST_PHASES, Batch
-from traceview.event import (
-    BAD_JSON,
-    NO_ARGS,
-    Event,
-    Repairer,
-    args_of,
-    decode_event,
-    decode_lines,
-    encode_args,
-    exact_float,
-    has_long_number,
-)
+from traceview.batch import Batch, plain_event
+from traceview.content import CHUNK, GZIP, ZSTD, read_bytes
+from traceview.document import document_events, is_document
+from traceview.event import BAD_JSON, Event, Repairer, args_of, decode_lines, encode_args, has_long_number
 from traceview.problems import InputError, Problems
 
 __all__ = [
@@ -40,21 +28,12 @@ __all__ = [
     "find_files",
     "find_sources",
     "read_batches",
-    "read_bytes",
     "read_columns",
     "read_events",
     "source_identity",
 ]
 
-_CHUNK: Final = 1 << 17  # the events in it fit a processor's cache
-_BATCH: Final = 4096
 _MAX_LINE: Final = 16 << 20
-_WHOLE_DOCUMENT: Final = 32 << 20
-_MAX_OBJECT: Final = 16 << 20
-_MANY_OBJECTS: Final = 1_000_000
-_MANY_VALUES: Final = 4_000_000
-_GZIP: Final = b"\x1f\x8b"
-_ZSTD: Final = b"\x28\xb5\x2f\xfd"
 _RANK_FILE: Final = re.compile(
     r"(?:traces?|sessions?)[_-]r?(\d+)(?:\.(\d+))?(?:\.fork(\d+))?(?:\.spill)?\.jsonl?(?:\.gz|\.zst)?$"
 )
@@ -91,7 +70,7 @@ class Source:
                 head = file.read(4)
         except OSError:
             return False
-        return head.startswith((_GZIP, _ZSTD))
+        return head.startswith((GZIP, ZSTD))
 
 
 def find_sources(inputs: Iterable[str], problems: Problems, *, exclude: Path | None = None) -> list[Source]:
@@ -265,89 +244,17 @@ def _walk(root: Path, *, sessions: bool = False) -> Iterator[Path]:
 # -- bytes ---------------------------------------------------------------------------------------------------------
 
 
-def read_bytes(source: Source, problems: Problems) -> Iterator[bytes]:
-    """Yield the content in pieces; compression is told by its first bytes, never by the name.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    with source.path.open("rb", buffering=0) as file:
-        data = file.read(_CHUNK)
-        if data.startswith(_ZSTD):
-            yield from _inflate_zstd(source, file, problems)
-        elif data.startswith(_GZIP):
-            yield from _inflate_gz(source, data, file, problems)
-        else:
-            left = source.size
-            while data and (left is None or left > 0):
-                yield data if left is None else data[:left]
-                left = None if left is None else left - len(data)
-                data = file.read(_CHUNK)
-
-
-def _inflate_gz(source: Source, data: bytes, file: IO[bytes], problems: Problems) -> Iterator[bytes]:
-    inflate = zlib.decompressobj(31)
-    try:
-        while data:
-            out = inflate.decompress(data, _CHUNK)
-            if out:
-                yield out
-            data = inflate.unconsumed_tail or inflate.unused_data
-            if inflate.eof:
-                data = (data or file.read(_CHUNK)).lstrip(b"\0")
-                inflate = zlib.decompressobj(31)
-            elif not data:
-                data = file.read(_CHUNK)
-                if not data:
-                    yield inflate.flush()
-                    problems.add("ZT0107", "truncated_gz", f"{source.label} cut off inside its gzip stream")
-    except zlib.error as error:
-        problems.add("ZT0107", "bad_gz", f"{source.label} has a damaged gzip stream ({error}), rest ignored")
-
-
-def _inflate_zstd(source: Source, file: IO[bytes], problems: Problems) -> Iterator[bytes]:
-    try:
-        import zstandard  # type: ignore[import-not-found,unused-ignore]
-    except ImportError:
-        text = f"{source.label} is zstd-compressed: install the package zstandard, or decompress it first"
-        problems.add("ZT0102", "zstd", text)
-        return
-    file.seek(0)
-    try:
-        with zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) as reader:
-            while data := reader.read(_CHUNK):
-                yield data
-    except zstandard.ZstdError as error:
-        problems.add("ZT0107", "bad_zstd", f"{source.label} has a damaged zstd stream ({error}), rest ignored")
-
-
 def _batches(source: Source, problems: Problems, repairer: Repairer, blocks: Blocks) -> Iterator[Batch]:
     chunks = read_bytes(source, problems)
     head = b""
     for chunk in chunks:  # enough to tell the kind
         head = head + chunk if head.strip() else chunk  # a whole piece of blanks is forgotten
-        if len(head.lstrip()) >= 4096 or len(head) > _CHUNK:
+        if len(head.lstrip()) >= 4096 or len(head) > CHUNK:
             break
     start = head.lstrip(b"\xef\xbb\xbf \r\n\t\0")
-    if _is_document(start):
-        return map(Batch.of, _document(start, chunks, source, problems, repairer))
+    if is_document(start):
+        return map(Batch.of, document_events(start, chunks, source, problems, repairer))
     return _lines(_whole_lines(_chain(head, chunks), source, problems), source, problems, repairer, blocks)
-
-
-def _is_document(start: bytes) -> bool:
-    """Return whether this is one JSON document (Chrome array or object form) rather than lines."""
-    if start[:1] not in (b"[", b"{"):
-        return False
-    line = start.partition(b"\n")[0]
-    try:
-        first = msgspec.json.decode(line)
-    except BAD_JSON:
-        if start[:1] == b"[":
-            return True
-        return b'"traceEvents"' in start or line.strip() == b"{" or b'"ph"' not in line
-    if isinstance(first, list):
-        return not first or isinstance(first[0], dict)
-    return "traceEvents" in first
 
 
 def _whole_lines(chunks: Iterator[bytes], source: Source, problems: Problems) -> Iterator[bytes]:
@@ -386,7 +293,7 @@ def _lines(
         batch: list[Event] = []
         for line in piece.split(b"\n")[: -1 if piece.endswith(b"\n") else None]:
             number += 1
-            event = None if repairer.base_us else _fast(line)
+            event = None if repairer.base_us else plain_event(line)
             if event is not None:
                 batch.append(event)
             elif _is_other(line):
@@ -407,7 +314,7 @@ def _first_only(piece: bytes, blocks: Blocks, skip: int) -> tuple[list[bytes], i
             skip -= len(line)
             continue
         skip = 0
-        if _BLOCK_MARK in line and (event := _fast(line)) is not None and event.name == "zbus_block":
+        if _BLOCK_MARK in line and (event := plain_event(line)) is not None and event.name == "zbus_block":
             size = args_of(event).get("bytes")
             key = _block_of(event)
             if key in blocks.seen and isinstance(size, int):
@@ -432,20 +339,6 @@ def _quick(piece: bytes) -> Batch | None:
     return Batch.of_plain(events)
 
 
-def _fast(line: bytes) -> Event | None:
-    """Return the event of a good line, or None: then it needs a closer look."""
-    if has_long_number(line):
-        return None
-    try:
-        event = decode_event(line)
-        if not line.isascii():
-            line.decode()
-    except BAD_JSON:
-        return None
-    phase = event.ph
-    return event if phase in FAST_PHASES and (event.ts is not None or phase == "M") else None
-
-
 def _is_other(line: bytes) -> bool:
     """Return whether a line is a record of another kind, such as a session: an object without a phase."""
     if b'"ph"' in line:
@@ -461,132 +354,3 @@ def _chain(head: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:
     if head:
         yield head
     yield from chunks
-
-
-def _document(
-    head: bytes, chunks: Iterator[bytes], source: Source, problems: Problems, repairer: Repairer
-) -> Iterator[list[Event]]:
-    """Stream the events of a Chrome JSON document, whole or cut; one of moderate size is decoded at once."""
-    held, size = [head], len(head)
-    for chunk in chunks:
-        held.append(chunk)
-        size += len(chunk)
-        if size > _WHOLE_DOCUMENT:
-            break
-    whole = b"".join(held)
-    if size <= _WHOLE_DOCUMENT and (raw := _raw_events(whole)) is not None:
-        for at in range(0, len(raw), _BATCH):
-            yield [event for place in range(at, min(at + _BATCH, len(raw))) for event in _one(raw, place, repairer)]
-        return
-    head, held = whole, []
-    scan = _Scanner(head, chunks)
-    if not scan.seek_events():
-        problems.add("ZT0104", "other_records", f"{source.label} is JSON without trace events, skipped")
-        return
-    number = 0
-    batch: list[Event] = []
-    while not scan.at_end():
-        number += 1
-        where = f"{source.label}: event {number}"
-        try:
-            value = scan.next_value()
-        except ValueError as error:
-            problems.add("ZT0107", "truncated_tail", f"{where} cut off or not JSON ({error})")
-            continue
-        event = repairer.value(value, where)
-        if event is not None:
-            batch.append(event)
-        if len(batch) >= _BATCH:
-            yield batch
-            batch = []
-    yield batch
-
-
-class _Document(msgspec.Struct):
-    traceEvents: list[msgspec.Raw]  # noqa: N815  # the format's word
-
-
-_decode_document = msgspec.json.Decoder(_Document).decode
-_decode_array = msgspec.json.Decoder(list[msgspec.Raw]).decode
-
-
-def _raw_events(data: bytes) -> list[msgspec.Raw] | None:
-    """Return the events of a document without any fault, undecoded, else None."""
-    if data.count(b"{") > _MANY_OBJECTS or data.count(b",") > _MANY_VALUES:
-        return None  # so many small values would take more memory than their text
-    try:
-        data.decode()
-        return _decode_array(data) if data.startswith(b"[") else _decode_document(data).traceEvents
-    except BAD_JSON:
-        return None
-
-
-def _one(raw: list[msgspec.Raw], place: int, repairer: Repairer) -> list[Event]:
-    data = raw[place]
-    event = None if repairer.base_us else _fast(bytes(data))
-    if event is not None:
-        event.args = msgspec.Raw(bytes(event.args)) if event.args is not NO_ARGS else NO_ARGS
-        return [event]
-    return repairer.line(bytes(data), place + 1, last=False)
-
-
-class _Scanner:
-    """Reads the values of a JSON array from pieces of text, holding one value and one piece."""
-
-    def __init__(self, head: bytes, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-        self._text = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decoder = json.JSONDecoder(strict=False, parse_constant=lambda _: None, parse_float=exact_float)
-        self._buffer = self._text.decode(head)
-        self._at = 0
-
-    def seek_events(self) -> bool:
-        """Go into the array of events; False if there is none."""
-        key = '"traceEvents"'
-        if not self._buffer.startswith("["):
-            while (at := self._buffer.find(key)) < 0:
-                self._buffer = self._buffer[-len(key) :]
-                if not self._more():
-                    return False
-            self._at = at + len(key)
-        while (at := self._buffer.find("[", self._at)) < 0:
-            if not self._more():
-                return False
-        self._at = at + 1
-        return True
-
-    def at_end(self) -> bool:
-        """Skip separators; return whether the array or the text ends here."""
-        while True:
-            while self._at < len(self._buffer) and self._buffer[self._at] in ", \r\n\t":
-                self._at += 1
-            if self._at < len(self._buffer):
-                return self._buffer[self._at] == "]"
-            if not self._more():
-                return True
-
-    def next_value(self) -> object:
-        """Return the value here; raises ValueError, having gone on to the next object, if it is damaged."""
-        while True:
-            try:
-                value, self._at = self._decoder.raw_decode(self._buffer, self._at)
-            except (ValueError, RecursionError) as error:
-                deep = isinstance(error, RecursionError)
-                if not deep and len(self._buffer) - self._at < _MAX_OBJECT and self._more():
-                    continue
-                cut = len(self._buffer) - self._at
-                # What is nested too deep is left behind as a whole, not tried again from each of its levels.
-                start = self._buffer.find("}", self._at) if deep else self._at
-                following = self._buffer.find('{"', start + 1) if start >= 0 else -1
-                self._at = following if following >= 0 else len(self._buffer)
-                msg = f"{cut if following < 0 else 'some'} characters ignored"
-                raise ValueError(msg) from None
-            return value
-
-    def _more(self) -> bool:
-        chunk = next(self._chunks, None)
-        if chunk is None:
-            return False
-        self._buffer = self._buffer[self._at :] + self._text.decode(chunk)
-        self._at = 0
-        return True

@@ -12,9 +12,10 @@ import msgspec
 
 from traceview.align import Anchor, Shift, align, anchor_of
 from traceview.choose import match_clocks, read_heads
+from traceview.content import read_bytes
 from traceview.event import BAD_JSON
 from traceview.problems import InputError, Problems
-from traceview.reader import Source, find_files, read_bytes
+from traceview.reader import Source, find_files
 from traceview.steps import Steps, find_steps
 
 __all__ = ["Session", "SessionSummary", "read_sessions", "summarise"]

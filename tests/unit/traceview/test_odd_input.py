@@ -196,7 +196,7 @@ def test_json_of_another_kind_is_no_trace(tmp_path):
 def test_a_line_beyond_all_bounds_is_skipped(tmp_path, monkeypatch):
     """A line longer than the bound is skipped without being held."""
     monkeypatch.setattr("traceview.reader._MAX_LINE", 1000)
-    monkeypatch.setattr("traceview.reader._CHUNK", 512)
+    monkeypatch.setattr("traceview.content.CHUNK", 512)
     events, problems = read(tmp_path, GOOD + b'{"ph":"X' + b"x" * 5000 + b"\n" + GOOD)
     assert names(events) == ["good", "good"]
     assert problems["bad_line"] >= 1
