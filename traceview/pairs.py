@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -42,7 +43,6 @@ _UNKNOWN: Final = -(1 << 62)
 _HEX: Final = 16
 _ROUNDED_NS: Final = 4
 _MOST_BITS: Final = 8
-_PRINTABLE: Final = [c for c in range(33, 127) if c not in b'"\\']
 _MASK: Final = (1 << 63) - 1
 _SPREAD: Final = 0x9E3779B97F4A7C15
 
@@ -189,20 +189,21 @@ def _read(sources: Sequence[Source], bases_us: Sequence[int], chosen: _Chosen) -
 
 
 class _Chosen:
-    """Which calls are taken: those whose ids end in certain characters, one of 2 to the power of ``bits``.
+    """Which calls are taken: one of 2 to the power of ``bits``, by a checksum of their ids.
+
+    All of an id counts: of ids that count upwards, a part by their last digits alone may be those of a few ranks.
 
     Attributes:
-        named: Finds where a line names one of them, from behind the first quote: there are fewer of the letter.
+        named: Finds where a line names a call, from behind the first quote: there are fewer of the letter.
     """
 
-    def __init__(self, bits: int) -> None:
-        self._masks = [(1 << min(4, left)) - 1 for left in (bits, bits - 4) if left > 0]
-        ends = [b"[" + b"".join(re.escape(bytes([c])) for c in _PRINTABLE if not c & m) + b"]" for m in self._masks]
-        self.named = re.compile(rb'call": ?"[^"\n]*' + b"".join(reversed(ends)) + b'"')
+    named: Final = re.compile(rb'call": ?"([^"\n]*)"')
 
-    def __contains__(self, call: str) -> bool:
-        ends = call.encode("utf-8", "replace")[::-1]
-        return len(ends) >= len(self._masks) and all(not c & m for c, m in zip(ends, self._masks, strict=False))
+    def __init__(self, bits: int) -> None:
+        self._mask = (1 << bits) - 1
+
+    def __contains__(self, call: bytes) -> bool:
+        return not crc32(call) & self._mask
 
 
 def _join(callers: Ints, workers: Ints) -> Pairs:
@@ -272,7 +273,10 @@ class _Calls:
     def _chosen_lines(self, data: bytearray, end: int) -> list[bytearray]:
         lines = []
         stop = -1
-        for found in self._chosen.named.finditer(data, 0, end):
+        chosen = self._chosen
+        for found in chosen.named.finditer(data, 0, end):
+            if found[1] not in chosen:
+                continue
             at = found.start()
             if at > stop and data[at - 1] == _QUOTE:  # else a line that names two
                 begin, stop = data.rfind(b"\n", 0, at) + 1, data.find(b"\n", at)
@@ -297,7 +301,7 @@ class _Calls:
                     args = _decode_args(raw)
                 except BAD_JSON:
                     continue
-                if event.ts is not None and args.call in self._chosen:
+                if event.ts is not None and args.call.encode("utf-8", "replace") in self._chosen:
                     self._take(event.name, event.ts, event.dur or 0.0, args)
 
     def _take(self, name: str, ts: float, dur: float, args: _Args) -> None:

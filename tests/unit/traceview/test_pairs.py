@@ -41,3 +41,26 @@ def test_of_many_calls_the_same_part_is_taken_on_both_sides(tmp_path, monkeypatc
 def test_of_few_calls_all_are_taken(tmp_path):
     """Nothing is left out that fits."""
     assert len(read_pairs(sides(tmp_path, [f"{n:016x}" for n in range(700)]), [0, 0])) == 700
+
+
+@pytest.mark.parametrize("ranks", [8, 16, 64])
+def test_of_ids_that_count_upwards_all_ranks_have_a_part(tmp_path, monkeypatch, ranks):
+    """Calls are dealt to ranks in turn: which rank it is stands in the last digits of their ids."""
+    monkeypatch.setattr(pairs, "_BYTES_PER_CALL", 1)
+    monkeypatch.setattr(pairs, "_LEAST_CALLS", 250_000)  # one call of 16 is taken
+    monkeypatch.setattr(pairs, "_CALLS_PER_FILE", 1)
+    sources = []
+    for role, name in (("controller", "rpc.client"), ("actor", "rpc.server")):
+        for rank in range(ranks):
+            lines = []
+            for call in range(rank * 4, 16_000, 4 * ranks):
+                for number in range(call, call + 4):
+                    args = {"call": f"{number:x}", "status": "ok"}
+                    span = {"name": name, "ph": "X", "ts": 10.0 * number, "dur": 5, "pid": 1, "args": args}
+                    lines.append(json.dumps(span))
+            file = tmp_path / f"{role}_{rank}.jsonl"
+            file.write_text("\n".join(lines) + "\n")
+            sources.append(Source(file, file.name))
+    found = read_pairs(sources, [0] * len(sources))
+    assert 500 < len(found) < 2000
+    assert found.links() == [(rank, ranks + rank) for rank in range(ranks)]
