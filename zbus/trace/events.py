@@ -151,11 +151,14 @@ def encode_event(event: Event) -> bytes:
         event.cat = _text(event.cat)
         event.track = _text(event.track)
         event.args = plain_json(event.args or {})
+        if isinstance(event, Instant):
+            event.s = _text(event.s)
         return _encoder.encode(event) + b"\n"
 
 
-def _text(text: str) -> str:
-    return str(text).encode("utf-8", "backslashreplace").decode()
+def _text(value: object) -> str:
+    text = value if isinstance(value, str) else str(freeze(value))
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def plain_json(value: Any) -> Any:
@@ -166,7 +169,7 @@ def plain_json(value: Any) -> Any:
     if isinstance(value, str):
         return _text(value)
     if isinstance(value, dict):
-        return {_text(str(k)): plain_json(v) for k, v in value.items()}
+        return {_text(k): plain_json(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [plain_json(item) for item in value]
     frozen = freeze(value)

@@ -37,7 +37,8 @@ class Live:
         self._reached: dict[str, tuple[float, int]] = {}  # who -> (latest µs, heard at ns)
         self._counts: dict[tuple[str, str], dict[str, int]] = {}  # (role, method) -> who -> calls
         self._calls: dict[tuple[str, str, int], dict[str, float]] = {}
-        self._totals: dict[tuple[str, str], list[float]] = {}
+        self._totals: dict[str, dict[str, list[float]]] = {}  # who -> name -> count, total and longest µs
+        self._names = 0  # in all of them
         self._held: deque[tuple[dict[str, Any], dict[str, float]]] = deque(maxlen=_KEPT_STEPS)
         self._first_ns: int | None = None
 
@@ -46,18 +47,31 @@ class Live:
         who = f"{role}/{rank}"
         self._first_ns = now_ns if self._first_ns is None else self._first_ns
         latest = self._reached.get(who, (0.0, 0))[0]
+        totals = self._totals.setdefault(who, {})
         for event in events:
-            if event.ph == "X" and event.ts is not None:
-                end = event.ts + (event.dur or 0.0)
-                latest = max(latest, end)
-                if event.cat == "rpc" and (event.args or {}).get("kind") == "run":
+            ts, args = event.ts, event.args
+            if ts is None or type(event.name) is not str:  # what a process says may be anything
+                continue
+            if event.ph == "X":
+                duration = event.dur or 0.0
+                end = ts + duration
+                if end > latest:  # noqa: PLR1730  # a call of max would cost a tenth of the loop
+                    latest = end
+                if event.cat == "rpc" and type(args) is dict and args.get("kind") == "run":
                     self._run(role, who, event, end)
-                self._total(who, event)
-            elif event.ph == "i" and event.name == "zbus_step" and event.ts is not None:
-                step = (event.args or {}).get("step")
+                total = totals.get(event.name)
+                if total is None:
+                    self._begin_total(totals, event.name, duration)
+                else:
+                    total[0] += 1
+                    total[1] += duration
+                    if duration > total[2]:  # noqa: PLR1730  # as above
+                        total[2] = duration
+            elif event.ph == "i" and event.name == "zbus_step" and type(args) is dict:
+                step = args.get("step")
                 if isinstance(step, int):
-                    self._mark(step, event.ts, now_ns)
-                    latest = max(latest, event.ts)
+                    self._mark(step, ts, now_ns)
+                    latest = max(latest, ts)
         self._reached[who] = latest, now_ns
 
     def gone(self, role: str, rank: int) -> None:
@@ -74,10 +88,11 @@ class Live:
 
     def busiest(self, top: int = 50) -> list[dict[str, Any]]:
         """Return the names most time was spent in, by rank: count, total and longest in seconds."""
-        rows = sorted(self._totals.items(), key=lambda item: -item[1][1])[:top]
+        found = [(who, name, total) for who, totals in self._totals.items() for name, total in totals.items()]
+        found.sort(key=lambda row: -row[2][1])
         return [
             {"who": who, "name": name, "count": int(count), "total_s": total / 1e6, "max_s": longest / 1e6}
-            for (who, name), (count, total, longest) in rows
+            for who, name, (count, total, longest) in found[:top]
         ]
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -105,15 +120,10 @@ class Live:
         elif len(self._calls) > _KEPT_STEPS:
             self._calls.pop(next(iter(self._calls)))
 
-    def _total(self, who: str, event: Event) -> None:
-        duration = event.dur or 0.0
-        totals = self._totals.get((who, event.name))
-        if totals is not None:
-            totals[0] += 1
-            totals[1] += duration
-            totals[2] = max(totals[2], duration)
-        elif len(self._totals) < _KEPT_NAMES:
-            self._totals[who, event.name] = [1, duration, duration]
+    def _begin_total(self, totals: dict[str, list[float]], name: str, duration: float) -> None:
+        if self._names < _KEPT_NAMES:
+            self._names += 1
+            totals[name] = [1, duration, duration]
 
     def _mark(self, step: int, at: float, now_ns: int) -> None:
         if not self._marked:

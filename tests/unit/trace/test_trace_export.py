@@ -433,6 +433,30 @@ def test_records_of_any_kind_arrive_or_are_counted(bench):
     assert files.torn == 0
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        (0, ["a", "list"], "misc", 1, 2, None, None),
+        (0, {"a": "dict"}, "rpc", 1, 2, None, None),
+        (0, "args", "rpc", 1, 2, ["kind", "run"], None),
+        (0, "args", "rpc", 1, 2, "text", None),
+        (0, "run", "rpc", 1, 2, {"kind": ["run"]}, {}),
+        (0, ["run"], "rpc", 1, 2, {"kind": "run"}, None),
+        (1, "zbus_step", "instr", 1, "g", [7], None),
+        (1, "zbus_step", "instr", 1, "g", {"step": 1 << 70}, None),
+    ],
+)
+def test_what_a_lying_process_says_ends_no_sidecar(bench, record):
+    """Names and args of wrong kinds are written or counted, and the sidecar goes on for everybody."""
+    bench.tracer.append(record)
+    bench.writer.flush()
+    bench.tick(3)
+    bench.settle()
+    assert TrialFiles(bench.trial).numbers == [0, 1, 2]
+    assert bench.collector.live.busiest() is not None
+    assert bench.collector.live.lines(0, 10**12) is not None
+
+
 def test_large_records_go_in_smaller_blocks_and_one_that_is_too_large_is_counted(bench, monkeypatch):
     """Blocks are halved until a peer takes them; a record that is too large alone is lost and counted."""
     monkeypatch.setattr("zbus.trace.writer._MAX_PAYLOAD", 20_000)

@@ -150,6 +150,29 @@ def test_what_is_set_on_a_span_that_has_ended_costs_no_line(tmp_path):
     assert named(path, "zbus_end")[0]["args"]["lost"] == {}
 
 
+class Unprintable:
+    def __str__(self) -> str:
+        msg = "no text"
+        raise RuntimeError(msg)
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize("odd", ["\ud800", b"bytes", ("a", 1), object(), Unprintable(), None], ids=type)
+def test_odd_names_cost_no_line(odd, tmp_path):
+    """A name, category, scope or direction that is no proper text is written in some form, its neighbours as ever."""
+    _, path = begin(tmp_path, flush_period_s=10)
+    with trace.span("before"), trace.span(odd, category=odd):
+        trace.instant(odd, category=odd, scope=odd, key={odd: odd})
+        trace.counter(odd, 1)
+        trace.flow("key", odd)
+    trace.reset()
+    assert len(named(path, "before")) == 1
+    assert named(path, "zbus_end")[0]["args"] == {
+        "recorded": 5, "written": 5, "pending": 0, "lost": {}, "by": "process",
+    }  # fmt: skip
+
+
 def test_a_record_nobody_can_read_costs_only_itself(tmp_path):
     """Malformed records among good ones are counted as lost, spans and others alike."""
     tracer, path = begin(tmp_path, flush_period_s=10)
