@@ -307,7 +307,7 @@ class Placement:
             order.methods[call],
             order.submitted_ns,
             order.encoded_ns,
-            min(self._sent_ns or done_ns, done_ns) if outcome.attempts else 0,
+            min(self._sent_to(member) or done_ns, done_ns) if outcome.attempts else 0,
             done_ns if answered else 0,
             done_ns,
             sum(map(nbytes_of, order.payloads[member])),
@@ -316,6 +316,11 @@ class Placement:
             self._batch,
             outcome.attempts,
         )
+
+    def _sent_to(self, member: int) -> int:
+        """Return when a member's request was about to leave: a later one of many waits until the others are sent."""
+        sent = getattr(self._placed, "sent_ns", ())
+        return sent[member] if sent else self._sent_ns
 
     def asked(self) -> None:
         """Note for the trace that somebody takes an answer now."""

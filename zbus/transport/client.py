@@ -341,11 +341,19 @@ class Peer:
 
 
 class Placed:
-    """A placed batch: which peers, lane and seqs. Opaque to users; give it to ``Client.cancel``."""
+    """A placed batch: which peers, lane and seqs. Opaque to users; give it to ``Client.cancel``.
 
-    __slots__ = ("calls", "lane", "members", "seqs")
+    Attributes:
+        sent_ns: For each of several members when its request was about to leave, on the client's clock; empty where
+            nobody asks (``Client.on_sent``).
+    """
 
-    def __init__(self, members: Sequence[Peer], lane: str, seqs: list[int], calls: int) -> None:
+    __slots__ = ("calls", "lane", "members", "sent_ns", "seqs")
+
+    def __init__(
+        self, members: Sequence[Peer], lane: str, seqs: list[int], calls: int, sent_ns: Sequence[int] = ()
+    ) -> None:
+        self.sent_ns = sent_ns
         self.members = members
         self.lane = lane
         self.seqs = seqs
@@ -550,8 +558,12 @@ class Client:
                 sink = self._gang(members, lane, sink, deadline_ns)
                 results_sink = None  # each outcome counts for the start
             seqs: list[int] = []
+            sent: list[int] = []
+            stamped = self.on_sent is not None
             lanes: list[_Lane] = []
             for index, peer in enumerate(members):
+                if stamped:
+                    sent.append(self._now())
                 found = self._lane(peer, lane)
                 if chunk_sink is not None:
                     found.waiters.chunks[found.machine.next_seq] = (chunk_sink, index)
@@ -566,7 +578,7 @@ class Client:
             for found in lanes:
                 self.reactor.note_due(found.machine.due_ns)
                 found.link.channel.check()
-            return Placed(members, lane, seqs, count)
+            return Placed(members, lane, seqs, count, sent)
 
     def _place_one(
         self, members: Sequence[Peer], lane: str, payload: Buffers, deadline_s: float | None, sink: Sink, trace: int,
@@ -603,9 +615,13 @@ class Client:
             now = self._now()
             deadline_ns = None if deadline_s is None else now + int(deadline_s * 1e9)
             seqs: list[int] = []
+            sent: list[int] = []
+            stamped = self.on_sent is not None
             channels: list[Channel] = []
             due = _NEVER
             for peer in members:
+                if stamped:
+                    sent.append(self._now())
                 found = peer.lanes.get(lane) or self._lane(peer, lane)
                 seqs.append(self._put(found, payload, 1, nbytes, deadline_ns, now, sink, len(seqs), trace, strict))
                 channels.append(found.link.channel)
@@ -613,7 +629,7 @@ class Client:
             self.reactor.note_due(due)
             for channel in channels:
                 channel.check()
-            return Placed(members, lane, seqs, 1)
+            return Placed(members, lane, seqs, 1, sent)
 
     def _put(  # noqa: PLR0917  # private, hot path
         self, lane: _Lane, payload: Buffers, count: int, nbytes: int, deadline_ns: int | None, now: int, sink: Sink,

@@ -257,6 +257,28 @@ def test_every_call_is_recorded_once_per_rank():
         assert min(record[13:15]) > 0
 
 
+def test_each_ranks_record_says_when_its_own_request_left():
+    """Of many ranks the last one's request leaves later than the first one's, and the trace shows that."""
+    from zbus.trace.tracer import CLIENT, Tracer, use_tracer
+
+    tracer = Tracer("controller", 0)
+    tracer.set_level("rpc")
+    group, placer, _ = make_group(Actor, 3)
+    moments = []
+
+    def answer(request):
+        if not moments:
+            moments.extend(time.monotonic_ns() + rank for rank in range(3))
+            request.placed.sent_ns = moments
+        request.answer(ok(request.member))
+
+    with use_tracer(tracer):
+        placer.auto = answer
+        group.train()
+    records = [record for ring in tracer.rings() for record in ring.items if record[0] == CLIENT]
+    assert [record[10] for record in records] == moments
+
+
 def test_the_first_failing_rank_is_root_and_its_echoes_are_collateral():
     """Peers that fail in a collective since rank 2 died are not the cause, though they were heard first."""
     group, placer, _ = make_group(Actor, 3)
