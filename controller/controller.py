@@ -527,12 +527,13 @@ class Controller:
         self._closers.callback(self._refs.close)
 
     def _peer_of(self, owner: tuple[str, int, int]) -> Any:
-        """Return the connection to a start of a rank while it is the current one."""
+        """Return the connection to a start of a rank; None if another start has taken its place."""
         role, rank, incarnation = owner
         roster = self._rosters.get(role)
         peers = () if roster is None else roster.peers()
         peer = peers[rank] if rank < len(peers) else None
-        return peer if peer is not None and peer.incarnation == incarnation else None
+        known = peer is not None and peer.incarnation in {incarnation, 0}  # 0: nobody is there just now
+        return peer if known else None
 
     def _owner_is_gone(self, ref: Ref) -> str:
         """Say why the owner of a handle is gone; empty while it may be there."""

@@ -17,6 +17,8 @@ from zbus.errors import (
     Fenced,
     NotExecuted,
     OutcomeUnknown,
+    RefLimitError,
+    RefLostError,
     Unavailable,
     WorkerLost,
 )
@@ -176,7 +178,8 @@ def _remote(outcome: Outcome, origin: Origin, facts: WorkerFacts) -> CallError:
         log_tail=facts.log_tail,
     )
     error.batch = origin.number
-    error.outcome = outcome.kind.value
+    unstarted = isinstance(error, RefLostError | RefLimitError) and not error.started
+    error.outcome = OutcomeKind.NOT_EXECUTED.value if unstarted else outcome.kind.value
     return error
 
 

@@ -244,6 +244,13 @@ _scopes: Final[contextvars.ContextVar[tuple[Scope, ...]]] = contextvars.ContextV
 """The scopes around the running code, innermost last; set by ``RefBook.scope``."""
 
 
+def _run_if_there(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Run a method unless its object is gone: a job of later must not keep a closed controller's memory."""
+    run = method()
+    if run is not None:
+        run()
+
+
 class RefBook:
     """What a controller holds. Any thread may call.
 
@@ -386,7 +393,7 @@ class RefBook:
             if self._pumping or self._closed:
                 return
             self._pumping = True
-        shared().call(self._pump_again, delay_s)
+        shared().call(partial(_run_if_there, weakref.WeakMethod(self._pump_again)), delay_s)
 
     def _pump_again(self) -> None:
         with self._lock:

@@ -174,16 +174,18 @@ class CodecError(ZbusError):
 class RefLostError(ZbusError):
     """The value behind a ``Ref`` cannot be had any more: its owner has ended, or it was released.
 
-    Where a call got such a Ref as an argument, its method did not start.
+    Where a call got such a Ref as an argument, its method did not start, and ``outcome`` is ``NOT_EXECUTED``.
 
     Attributes:
         owner_role, owner_rank: Who kept the value.
         made_by: The endpoint that made it, ``bus.put`` or ``ctx.put``.
         nbytes: Its size.
+        started: False where it was to be an argument, and the method did not start.
     """
 
     code = "ZB0408"
     exit_code = 4
+    started: bool = True
 
     def __init__(
         self,
@@ -204,9 +206,14 @@ class RefLostError(ZbusError):
 
 
 class RefLimitError(ZbusError):
-    """A process keeps as many bytes for Refs as it may; the facts name who holds how much of them."""
+    """A process keeps as many bytes for Refs as it may; the facts name who holds how much of them.
+
+    Attributes:
+        started: False where the method did not start, since nothing more could be kept.
+    """
 
     code = "ZB0409"
+    started: bool = True
 
 
 class CallError(ZbusError):

@@ -49,11 +49,19 @@ def kept(bus: Controller) -> dict[str, int]:
 
 def until_nothing_is_kept(bus: Controller) -> None:
     """Wait until no process keeps a value or lends memory."""
-    wait_until(lambda: not any(kept(bus).values()), what="all values to be let go")
-    wait_until(
-        lambda: not any(status.get("shared_lent_bytes", 0) for status in bus.statuses().values()),
-        what="all shared memory to be given back",
-    )
+
+    def held() -> list[tuple[str, object, int]]:
+        found = bus.statuses().items()
+        return [
+            (str(name), status["refs_holders"], status.get("shared_lent_bytes", 0))
+            for name, status in found
+            if status["refs"] or status.get("shared_lent_bytes", 0)
+        ]
+
+    try:
+        wait_until(lambda: not held() and not bus.report()["refs"], what="all values to be let go")
+    except AssertionError:
+        pytest.fail(f"still held: {held()}, here {bus.report()['refs']}; {bus._refs._holds._owners}")
 
 
 def crossed(bus: Controller) -> int:
@@ -208,6 +216,7 @@ def test_a_lost_owner_is_named_and_nothing_is_left(tmp_path, memory):
             assert isinstance(error, RefLostError)
             assert isinstance(error, RemoteError)
             assert (error.owner_role, error.owner_rank, error.made_by) == ("actor", 0, "rollout")
+            assert (error.started, error.outcome) == (False, "NOT_EXECUTED")
             assert "actor/0 no longer has what `rollout` made (dict(ids int64 [64, 512]" in str(error)
             assert "rollout" in error.hint
         assert critic.count("digest") == [1, 1], "it did not run"

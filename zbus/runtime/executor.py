@@ -29,7 +29,7 @@ from zbus import failpoints
 from zbus.codec import Keep, decode_calls, encode, encode_plain
 from zbus.codec.exceptions import describe_exception
 from zbus.engine import EndpointSpec, Engine
-from zbus.errors import CallStopped, CodecError
+from zbus.errors import CallStopped, CodecError, RefLimitError, RefLostError
 from zbus.protocol.journal import LaneRing
 from zbus.protocol.messages import Buffer, Buffers, CancelRunning, Execute, Kind, Status, StreamCredit
 from zbus.runtime.batches import Holding, refuse_stream, run_batch
@@ -653,9 +653,13 @@ class Executor:
         if refs is None:
             msg = f"{self.name} takes and keeps no Refs"
             raise TypeError(msg)
-        if special.claim is not None:
-            refs.check()
-        return refs.fill((args, kwargs), request.deadline_ns) if special.fills else (args, kwargs)
+        try:
+            if special.claim is not None:
+                refs.check()
+            return refs.fill((args, kwargs), request.deadline_ns) if special.fills else (args, kwargs)
+        except (RefLimitError, RefLostError) as error:
+            error.started = False
+            raise
 
     def _kept(self, request: Execute, special: Special, method: str, value: Any) -> Any:
         """Return the handle of a result that stays here, or the result itself."""

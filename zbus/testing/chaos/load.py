@@ -130,9 +130,9 @@ class _ThreadCaller(_Caller):
         """Make one call, or a few that belong together."""
         steps = (
             *(self.blocking, self.single, self.pipeline, self.everyone, self.batch),
-            *(self.any, self.stream, self.cancel, self.late),
+            *(self.any, self.stream, self.cancel, self.late, self.kept),
         )
-        self.chance.choices(steps, (3, 2, 2, 3, 2, 3, 1, 1, 1))[0]()
+        self.chance.choices(steps, (3, 2, 2, 3, 2, 3, 1, 1, 1, 1))[0]()
 
     def blocking(self) -> None:
         """One rank, by a plain call that waits: its outcome is its value or its error."""
@@ -245,6 +245,24 @@ class _ThreadCaller(_Caller):
             future.cancel()
         for op, future in out:
             self.settle(op, future, sum_of(b""))
+
+    def kept(self) -> None:
+        """A payload that one rank keeps and another takes from it; either may die, and then the call did not start."""
+        size = self.chance.choice((1000, 100_000, _BIG))
+        payload = np.frombuffer(self._data[:size], np.uint8)
+        try:
+            ref = self.group[self.rank()].keep.options(deadline=_DEADLINE_S)(payload)
+        except CallError:  # its rank is gone: nothing is kept
+            return
+        op, rank = self.op("kept", "once", ordered=True), self.rank()
+        method = self.group[rank].once.options(deadline=_DEADLINE_S)
+        try:
+            value = method(op.call, self.seconds(), ref)
+        except CallError as error:
+            op.answers = [Answer(rank, error.outcome or "", f"{error.reason}: {error}")]
+        else:
+            op.answers = [Answer(rank, "OK", right=value == sum_of(payload))]
+        self.write(op)
 
     def late(self) -> None:
         """A call whose deadline may pass before it starts, or while it runs."""

@@ -100,6 +100,11 @@ class Subject(zbus.Engine):
             yield number
         self._truth.end(call, self._rank, self._start)
 
+    @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure", keep=True)
+    def keep(self, payload: Payload) -> Payload:
+        """Keep a payload for others."""
+        return payload
+
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure")
     def where(self) -> int:
         """Return which start of the rank this is."""
