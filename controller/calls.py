@@ -181,7 +181,10 @@ class Method(Generic[P, T]):
             self._undo(spread)
             raise
         future: BatchFuture[T] = BatchFuture(placement, 0, self.merge(spread))
-        return await future
+        try:
+            return await future
+        finally:
+            del future  # the error that is raised keeps this frame; see ``BatchFuture.result``
 
     def options(
         self,

@@ -20,11 +20,14 @@ from controller.background import Background, callbacks, shared
 from controller.outcomes import WaitTimeout, batch_error, is_echo
 from controller.placement import Placement
 from zbus.codec import NOT_PLAIN, decode, decode_plain
-from zbus.errors import CallTimeout
+from zbus.errors import BatchError, CallTimeout, ZbusError
 from zbus.protocol.batch import Failure, causes
 from zbus.protocol.messages import Outcome, OutcomeKind
 
 __all__ = ["BatchFuture", "RankOutcome", "RankResult", "Stream", "first", "wait_future_ordered"]
+
+_OURS = (ZbusError, BatchError)
+"""Errors that say all there is to say, without the frames of this module."""
 
 T = TypeVar("T")
 
@@ -119,7 +122,10 @@ class BatchFuture(Generic[T]):
             return answer[0]
         self._wait(timeout)
         answer = self._plain()
-        return self._conclude() if answer is None else answer[0]
+        try:
+            return self._conclude() if answer is None else answer[0]
+        finally:
+            del self  # the error that is raised keeps this frame, and would keep itself and the call's arrays by it
 
     def exception(self, timeout: float | None = None) -> Exception | None:
         """Wait and return the error that ``result`` would raise, or None.
@@ -132,6 +138,8 @@ class BatchFuture(Generic[T]):
             self._conclude()
         except Exception as error:  # noqa: BLE001  # it is what was asked for
             return error
+        finally:
+            del self  # as in ``result``
         return None
 
     def outcomes(self) -> list[RankOutcome]:
@@ -245,7 +253,10 @@ class BatchFuture(Generic[T]):
 
     async def _answer_async(self) -> T:
         await self.wait_async()
-        return self._conclude()
+        try:
+            return self._conclude()
+        finally:
+            del self  # as in ``result``
 
     async def _until(self, done: Callable[[], bool]) -> None:
         try:
@@ -332,10 +343,13 @@ class BatchFuture(Generic[T]):
                 try:
                     self.__dict__.setdefault("_answer", (self._merged(),))
                 except Exception as error:  # noqa: BLE001  # kept, so that every asker gets the same
-                    self._error = error
+                    self._error = error.with_traceback(None) if isinstance(error, _OURS) else error
                 self._placement.concluded(self._call, self._error is None)
             if self._error is not None:
-                raise self._error
+                try:
+                    raise self._error
+                finally:
+                    del self  # as in ``result``
             assert self._answer is not None  # noqa: S101  # one of the two is set above
             return self._answer[0]
 

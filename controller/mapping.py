@@ -162,7 +162,10 @@ class MapFuture(Generic[T]):
             except Exception as error:  # noqa: BLE001  # collected, and raised below
                 errors.append((number, error))
         if errors:
-            raise batch_error(map.__name__, "items", errors, answers, self._started)
+            try:
+                raise batch_error(map.__name__, "items", errors, answers, self._started)
+            finally:
+                del errors  # each of them keeps this frame; see ``BatchFuture.result``
         return list(answers.values())
 
     def __iter__(self) -> Iterator[T]:
@@ -204,10 +207,10 @@ class MapFuture(Generic[T]):
     def _value(self, number: int) -> Any:
         answer = self._ended.pop(number)
         if not isinstance(answer, Exception):
-            if self._errors == "raise":
-                return answer.result()
-            error = answer.exception()
-            return error or answer.result()
+            try:
+                return answer.result() if self._errors == "raise" else answer.exception() or answer.result()
+            finally:
+                del answer  # the error that is raised keeps this frame; see ``BatchFuture.result``
         if self._errors == "return":
             return answer
         raise answer

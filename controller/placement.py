@@ -424,12 +424,14 @@ class Placement:
             self.again.add(order.ranks[member])
             return True
         del self._parts[member]
+        part._watchers.clear()  # it would keep itself, and the arrays of the call, by what it tells
         return False
 
     def _take_part(self, member: int, part: Placement) -> None:
         """Take over what became of one member's part that ran once more."""
         outcome = part.slots.outcome(0, 0)
         if outcome is not None and self._parts.pop(member, None) is not None:
+            part._watchers.clear()  # as above
             self.order.peers[member] = part.order.peers[0]
             self._settle(member, 0, outcome)
 

@@ -72,6 +72,14 @@ class Arrays(zbus.Engine):
         array += 1
         return array
 
+    @zbus.endpoint(Everywhere(), collect=PerRank())
+    def refuse(self, array: Any) -> None:
+        raise ValueError(len(array))
+
+    @zbus.endpoint(AnyOne(), effect="pure")
+    def refuse_one(self, array: Any) -> None:
+        raise ValueError(len(array))
+
     @zbus.endpoint(AnyOne(), effect="pure")
     def items(self, count: int, nbytes: int) -> Iterator[Any]:
         for number in range(count):

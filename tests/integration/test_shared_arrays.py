@@ -1,5 +1,8 @@
 """Large arrays of real calls: through shared memory, seen whole, used again, left behind by nobody."""
 
+import asyncio
+import contextlib
+import gc
 import os
 import signal
 from pathlib import Path
@@ -175,6 +178,50 @@ def test_a_mean_over_ranks_is_that_of_the_batch(tmp_path):
             assert found["all"] == pytest.approx(data.mean(), rel=1e-15)
             assert np.allclose(found["columns"], data.mean(axis=0), rtol=1e-15)
             found["columns"][:] = 0  # it is the caller's own
+
+
+def test_a_call_that_failed_holds_its_arrays_no_longer_than_its_error(tmp_path):
+    """However it was made: once the error is dropped memory is free, without waiting for the garbage collector."""
+
+    def aio(call, data):
+        async def main():
+            with contextlib.suppress(zbus.BatchError):  # or the loop would keep it
+                await call.aio(data)
+
+        asyncio.run(main())
+        raise ValueError
+
+    def result(call, data):
+        future = call.submit(data)
+        try:
+            future.result()
+        finally:
+            del future
+
+    def taken(call, data):
+        raise call.submit(data).exception()
+
+    with launch(tmp_path, arrays(2)) as bus:
+        actor = bus.group("actor")
+        data = np.ones(MIB, np.uint8)
+        every = [(how, actor.refuse) for how in (lambda call, data: call(data), result, taken, aio)]
+        mapped = [
+            (lambda call, data: call.map([data]).result(), actor.refuse_one),
+            (lambda call, data: next(call.map([data])), actor.refuse_one),
+        ]
+        gc.collect()
+        gc.disable()
+        try:
+            for number, (how, call) in enumerate([*every, *mapped]):
+                for _ in range(2):
+                    try:  # pytest.raises keeps what it has seen
+                        how(call, data)
+                    except (ValueError, zbus.BatchError):
+                        continue
+                    pytest.fail("it was refused")
+                wait_until(lambda: bus.report()["shared_lent_bytes"] == 0, what=f"way {number} to hold nothing")
+        finally:
+            gc.enable()
 
 
 def test_streams_carry_arrays(tmp_path):

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +36,8 @@ _IDLE_NS: Final = 60_000_000_000
 
 _LOOK_NS: Final = 1_000_000_000
 """How often is looked for them."""
+
+_CELLS_OF_A_PAGE: Final = 512
 
 _OWNER: Final = 0
 """The column in which the owner writes a slot's current generation."""
@@ -76,6 +79,8 @@ class _Cells:
     """The table, in a file of our directory."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns = 1
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(descriptor, ROWS * COLUMNS * 8)  # sparse: only lines in use take memory
@@ -83,6 +88,20 @@ class _Cells:
         finally:
             os.close(descriptor)
         self._fence = threading.Lock()
+
+    def make(self, rows: Iterable[int], column: int = 0) -> None:
+        """Have memory for these rows up to a column, or the highest before: without, a full file system is a SIGBUS.
+
+        Raises:
+            OSError: There is none.
+        """
+        self._columns = max(self._columns, column + 1)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            for row in rows:
+                os.posix_fallocate(descriptor, row * COLUMNS * 8, self._columns * 8)
+        finally:
+            os.close(descriptor)
 
     def cell(self, row: int, column: int) -> int:
         return self._cells[row * COLUMNS + column]
@@ -254,8 +273,11 @@ class Arena:
         if column is None:
             if not self._free_columns:
                 self._bury(set(self._columns.values()))
-            column = self._free_columns.pop()
+            column = self._free_columns[-1]
+            if column % _CELLS_OF_A_PAGE == 0:
+                self._cells.make(self._pool.slots, column)
             (self._presence.path / f"{READER}{reader}").write_text(str(column), encoding="ascii")
+            self._free_columns.pop()
             self._columns[reader] = column
         return column
 
@@ -284,6 +306,7 @@ class Arena:
             try:
                 # Without this a full file system is a SIGBUS at the first touch instead of an error here.
                 os.posix_fallocate(descriptor, 0, slot.size)
+                self._cells.make([slot.row])
                 mapped = mmap.mmap(descriptor, slot.size)
             finally:
                 os.close(descriptor)

@@ -68,16 +68,13 @@ class _Source:
     memory: mmap.mmap
 
 
-class _Owner:
-    """One process that lends to us."""
+class _Table:
+    """Our column of an owner's cells."""
 
     def __init__(self, path: Path, reader: str) -> None:
-        self.path = path
-        self.sources: dict[int, _Source] = {}
-        self.borrowed = Borrowed(self)
-        self._column = int((path / f"{READER}{reader}").read_text(encoding="ascii"))
+        self._column = _column(path / f"{READER}{reader}")
         self._fence = threading.Lock()
-        descriptor = os.open(path / LEDGER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = _open(path / LEDGER, os.O_RDWR)
         try:
             self._cells = memoryview(mmap.mmap(descriptor, ROWS * COLUMNS * 8)).cast("Q")
         finally:
@@ -91,17 +88,48 @@ class _Owner:
     def word(self, row: int) -> int:
         return self._cells[row * COLUMNS]
 
+
+class _Owner:
+    """One process that lends to us. Nothing in it refers back to it, so that it goes with the last view."""
+
+    def __init__(self, path: Path, reader: str) -> None:
+        self.path = path
+        self.sources: dict[int, _Source] = {}
+        self.borrowed = Borrowed(_Table(path, reader))
+
     def source(self, row: int, birth: int) -> _Source:
         found = self.sources.get(row)
         if found is None or found.birth != birth:
             path = self.path / f"{row}.{birth}"
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = _open(path, os.O_RDONLY)
             try:
                 mapped = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
             finally:
                 os.close(descriptor)
             found = self.sources[row] = _Source(path, birth, mapped)
         return found
+
+
+def _open(path: Path, how: int) -> int:
+    """Open what its owner says is a file of its own; a pipe in its place holds nobody up, a link leads nowhere."""
+    return os.open(path, how | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _column(path: Path) -> int:
+    """Read which column is ours.
+
+    Raises:
+        ValueError: It is none that a reader can have.
+    """
+    descriptor = _open(path, os.O_RDONLY)
+    try:
+        column = int(os.read(descriptor, 16))
+    finally:
+        os.close(descriptor)
+    if not 0 < column < COLUMNS:
+        msg = f"it gives us column {column}"
+        raise ValueError(msg)
+    return column
 
 
 class Loans:

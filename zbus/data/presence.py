@@ -84,13 +84,14 @@ class Presence:
     @staticmethod
     def _make(root: Path) -> Path:
         for _ in range(_TRIES):
-            root.mkdir(mode=0o700, exist_ok=True)
-            _require_private(root)
-            sweep(root)
+            with contextlib.suppress(FileExistsError):
+                root.mkdir(mode=0o700)
             path = root / os.urandom(8).hex()
             with _ours_lock:
                 _ours.add(str(path))
             with contextlib.suppress(FileNotFoundError):  # the last one to leave has removed the root
+                _require_private(root)
+                sweep(root)
                 path.mkdir(mode=0o700)
                 return path
         raise FileNotFoundError(errno.ENOENT, "it is removed again and again", str(root))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from data_peer import digest, reading
-from waiting import wait_until
+from waiting import scaled, wait_until
 from zbus.codec import decode, encode
 from zbus.data.arena import leaves_room
 from zbus.data.courier import Courier
@@ -236,6 +236,34 @@ def test_a_process_that_enters_is_never_swept_by_another_that_does(root, monkeyp
     presence.leave()
 
 
+def test_processes_that_come_and_go_at_once_do_not_sweep_each_other(root):
+    """No directory is taken for that of a dead process while its owner is about to lock it, and the root comes back."""
+    script = textwrap.dedent(f"""
+        from pathlib import Path
+        from zbus.data.presence import Presence
+        missing = 0
+        for _ in range(150):
+            presence = Presence.enter(Path({str(root)!r}))
+            missing += not presence.path.is_dir()
+            presence.leave()
+        print(missing)
+    """)
+    many = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    assert [one.communicate(timeout=scaled(60))[0] for one in many] == ["0\n"] * 4
+    assert not root.exists()
+
+
+def test_what_a_dead_maker_left_half_made_is_swept_in_time(root, courier):
+    """A directory without a lock is left alone while it may be in the making, and goes after that."""
+    half = root / "0123456789abcdef"
+    half.mkdir()
+    (half / "lock.new").touch()
+    assert sweep(root) == 0
+    os.utime(half, (1, 1))
+    assert sweep(root) == 1
+    assert [entry.name for entry in root.iterdir()] == [courier.token]
+
+
 def test_a_forked_child_neither_keeps_nor_removes(root):
     """A child that outlives its parent does not make the parent look alive, and its end removes nothing."""
     script = textwrap.dedent(f"""
@@ -425,3 +453,75 @@ def test_a_private_part_begins_where_it_should(root, courier):
         del lent, private
     finally:
         other.leave()
+
+
+def spoil_column(text):
+    """Return what writes another column into the file that tells a reader its own."""
+    return lambda path, _: next(path.glob("reader.*")).write_text(text)
+
+
+def spoil(name, change):
+    """Return what replaces a file of an owner."""
+
+    def replace(path, slot):
+        target = path / (slot if name == "slot" else name)
+        target.unlink()
+        change(target)
+
+    return replace
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        spoil("slot", lambda path: path.write_bytes(b"")),
+        spoil("slot", lambda path: path.write_bytes(bytes(SIZE - 1))),
+        spoil("slot", os.mkfifo),
+        spoil("slot", os.mkdir),
+        spoil("slot", lambda path: path.symlink_to("/etc/passwd")),
+        spoil("ledger", lambda path: path.write_bytes(bytes(64))),
+        spoil("ledger", os.mkfifo),
+        spoil("ledger", lambda path: path.symlink_to("/etc/passwd")),
+        spoil_column(""),
+        spoil_column("one"),
+        spoil_column("0"),
+        spoil_column("-3"),
+        spoil_column("2048"),
+        spoil_column("9" * 400),
+    ],
+    ids=[
+        *("empty slot", "short slot", "pipe for a slot", "directory for a slot", "link for a slot"),
+        *("short table", "pipe for a table", "link for a table"),
+        *("no column", "column of words", "the owner's column", "column below", "column beyond", "column without end"),
+    ],
+)
+def test_an_owner_that_lies_about_its_files_is_an_error(courier, root, lie):
+    """Row 68: whatever stands in place of slot, table or column costs that array alone: no wait, no signal."""
+    with reading(root) as reader:
+        frame = lend(courier, reader, np.ones(SIZE, np.uint8))
+        (slot,) = files(courier, root)
+        lie(root / courier.token, slot)
+        told = reader.open(frame, courier.token)
+        assert told.startswith("error: "), told
+        honest = Courier.enter(64 << 20, root)
+        try:
+            data = np.full(SIZE, 3, np.uint8)
+            assert reader.open(lend(honest, reader, data), honest.token) == digest(data)
+        finally:
+            honest.leave()
+
+
+def test_a_stopped_reader_holds_nobody_up(courier, root):
+    """It keeps what it has open, whole; the owner goes on with other memory, or without."""
+    with reading(root) as reader, reading(root) as other:
+        data = np.arange(40 << 20, dtype=np.uint8)
+        found = reader.open(lend(courier, reader, data), courier.token)
+        reader.process.send_signal(signal.SIGSTOP)
+        keep = courier.keeper([other.token], snapshot=True)
+        assert type(keep(memoryview(data))) is bytes, "no room beside what is held: it goes in the message"
+        for number in range(50):
+            small = np.full(SIZE, number, np.uint8)
+            assert other.open(lend(courier, other, small), courier.token) == digest(small)
+            other.ask("drop")
+        reader.process.send_signal(signal.SIGCONT)
+        assert reader.ask("hash") == found == digest(data)
