@@ -312,9 +312,7 @@ class Arena:
                 os.close(descriptor)
         except OSError:
             path.unlink(missing_ok=True)
-            self._pool.drop(slot.row, slot.generation)
-            self._pool.collect(0)
-            self._pool.forget(slot)
+            self._pool.undo(slot)
             return None
         self._maps[slot.row] = mapped
         return slot

@@ -125,6 +125,11 @@ class Pool:
         self.total += size
         return gone, self._lend(slot)
 
+    def undo(self, slot: Slot) -> None:
+        """Take back a slot that ``grow`` has just entered: there is no memory for it, nor for its cells."""
+        del self._busy[slot.row]
+        self.forget(slot)
+
     def _lend(self, slot: Slot) -> Slot:
         self._generations += 1
         slot.generation = self._generations

@@ -85,6 +85,20 @@ def test_the_limit_holds_and_free_slots_make_room():
     assert pool.total == second.size + third.size <= pool.limit
 
 
+def test_a_slot_without_memory_leaves_no_trace():
+    """Its cells are not touched, since there may be no memory for them either; limit and row are free again."""
+
+    class Untouched(Cells):
+        def close(self, row):
+            raise AssertionError(row)
+
+    pool = Pool(1 << 20, 1, Untouched())
+    _, slot = pool.grow(1 << 20)
+    pool.undo(slot)
+    assert (pool.total, pool.lent, pool.slots) == (0, 0, {})
+    assert pool.grow(1 << 20)[1] is not None
+
+
 def test_a_size_class_wastes_at_most_an_eighth():
     """And never less than what is asked for."""
     for nbytes in (1, 65_536, 65_537, 10**6, 2**20, 2**20 + 1, 10**8, 2**28, 2**28 + 1):
