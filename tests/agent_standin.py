@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
+
 from workers import worker
 from workers.agent import AgentConfig, run_agent
 from workers.spec import SPEC_VARIABLE, RankSpec
@@ -163,7 +165,7 @@ if __name__ == "__main__":
         case ["cli", *arguments]:  # the real command line, with ranks that misbehave
             import workers.agent
 
-            workers.agent.AgentConfig.__init__.__kwdefaults__["worker_main"] = rank_main
+            workers.agent.run_agent = lambda config: run_agent(msgspec.structs.replace(config, worker_main=rank_main))
             from workers.cli import main
 
             main(arguments)
