@@ -7,7 +7,7 @@ import socket as stdlib
 import threading
 from collections.abc import Callable, Iterator
 
-from waiting import scaled
+from waiting import scaled, wait_until
 from zbus.codec import decode, encode
 from zbus.ids import WorkerName
 from zbus.protocol.messages import Execute, Kind, Outcome, OutcomeKind, Status
@@ -15,7 +15,7 @@ from zbus.transport.client import Client, Peer
 from zbus.transport.server import Server
 from zbus.transport.sockets import SocketFactory
 
-__all__ = ["NAME", "call", "echo_worker", "foreign_service", "free_port", "is_free"]
+__all__ = ["NAME", "call", "echo_worker", "foreign_service", "free_port", "is_free", "meet_a_stranger"]
 
 NAME = WorkerName("actor", 0)
 
@@ -93,3 +93,21 @@ def is_free(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def meet_a_stranger(port: int) -> None:
+    """Have another service answer whoever dials a port, until libzmq gives that connection up; leave the port free."""
+    given_up = threading.Event()
+
+    def serve(connection: stdlib.socket) -> None:
+        try:
+            connection.sendall(b"SSH-2.0-OpenSSH_9.7\r\n")
+            while connection.recv(100):
+                pass
+        finally:  # mostly it is reset
+            given_up.set()
+
+    wait_until(lambda: is_free(port), what="a port that is free")
+    with foreign_service(port, serve):
+        wait_until(given_up.is_set, what="libzmq to give up")
+    wait_until(lambda: is_free(port), what="a port that is free again")

@@ -94,13 +94,13 @@ class Feed:
             self._factory.close()
             raise _no_sidecar(trial)
 
-    def _connect(self) -> bool:
-        """Connect to the sidecar that the registry names, unless it is the one we know; False if there is none new."""
+    def _connect(self, *, anew: bool = False) -> bool:
+        """Connect to the sidecar that the registry names; False if there is none, or (but for ``anew``) none new."""
         from zbus.trace.export import sidecar_record
         from zbus.transport.multipart import Receiver
 
         record = sidecar_record(self._trial / "registry")
-        if record is None or record == self._record:
+        if record is None or (record == self._record and not anew):
             return False
         if self._socket is not None:
             self._socket.close(0)
@@ -117,7 +117,7 @@ class Feed:
             TrialError: The sidecar does not answer.
         """
         since = 0
-        answered = False
+        answered = dialled = False
         while True:
             state = self._ask(since)
             if state is None:
@@ -126,8 +126,11 @@ class Feed:
                     continue
                 if answered and self._gone():
                     return
+                if not dialled and self._connect(anew=True):  # libzmq may have given the connection up
+                    dialled = True
+                    continue
                 raise _no_sidecar(self._trial)
-            answered = True
+            answered, dialled = True, False
             for line in state["lines"]:
                 since = max(since, int(line["n"]))
                 yield line

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from link_kit import foreign_service, free_port, is_free
+from link_kit import free_port, meet_a_stranger
 from sidecar_kit import TrialFiles
 from waiting import wait_until
 from zbus.clock import boot_id, time_namespace
@@ -479,25 +479,13 @@ def test_a_sidecar_is_dialled_anew_after_bytes_that_are_no_protocol(short_dir):
     """Another service answers at the sidecar's address for a while, so libzmq gives up: the spill still gets there."""
     port = free_port()
     bench = Bench(short_dir, f"tcp://127.0.0.1:{port}")
-    given_up = threading.Event()
-
-    def serve(connection):
-        try:
-            connection.sendall(b"SSH-2.0-OpenSSH_9.7\r\n")
-            while connection.recv(100):
-                pass
-        finally:  # mostly it is reset
-            given_up.set()
-
     try:
         bench.tick(2)
         bench.settle()
         bench.crash()
-        wait_until(lambda: is_free(port), what="a port that is free again")
-        with foreign_service(port, serve):
-            wait_until(given_up.is_set, what="libzmq to give up")
-            bench.tick(3)
-            wait_until(lambda: (bench.exporter.settle(), not bench.exporter._outbox.alive)[1], what="silence")
+        meet_a_stranger(port)
+        bench.tick(3)
+        wait_until(lambda: (bench.exporter.settle(), not bench.exporter._outbox.alive)[1], what="silence")
         bench.start()
         bench.tick(4)
         outbox = bench.exporter._outbox
