@@ -24,7 +24,6 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from zbus.protocol.parts import KEY_BYTES, MAX_RANGE, Kind, PartHeader, Status
@@ -62,8 +61,7 @@ class Ending(enum.Enum):
     CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
+class Patience(NamedTuple):
     """Times in nanoseconds.
 
     Attributes:
