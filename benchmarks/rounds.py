@@ -35,7 +35,7 @@ class Figures:
     """Figures by workload and system, in the order in which they first came.
 
     Attributes:
-        bases: By workload, the reference and the limit of the last round, for systems that come after them.
+        bases: By workload, what the reference itself was last, and its limit, for systems that come after it.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,8 @@ class Figures:
         limit: float | None = None,
     ) -> None:
         """Take a figure with the reference and the limit of the same round; infinity is an event that never came."""
-        self.bases[workload] = (raw, limit)
+        if value == raw or workload not in self.bases:
+            self.bases[workload] = (raw, limit)
         ratios = [None if base is None else value / base for base in (raw, limit)]
         self._rows.setdefault((workload, system, unit), []).append((value, ratios[0], ratios[1]))
 
