@@ -220,8 +220,8 @@ def test_batches_with_ranks_killed_at_random_leave_nothing(tmp_path, memory):
 @pytest.mark.ci
 @pytest.mark.alone
 def test_many_batches_with_ranks_killed_at_random_leave_nothing(tmp_path, memory):
-    """The same for as many batches as ZBUS_BATCHES says, by default 1,500."""
-    seen = batches_under_kills(tmp_path, memory, int(os.environ.get("ZBUS_BATCHES", "1500")), 60)
+    """The same for as many batches as ZBUS_TEST_BATCHES says, by default 1,500."""
+    seen = batches_under_kills(tmp_path, memory, int(os.environ.get("ZBUS_TEST_BATCHES", "1500")), 60)
     print(seen)
     assert seen["kills"] >= 5
     assert seen["bytes"] < 64 * MIB
