@@ -25,7 +25,8 @@ pytestmark = pytest.mark.ci
 DRIVERS = Path(__file__).parent / "drivers"
 FILES = {"open", "read"}
 SWEPT = {
-    "write": FILES | {"write", "fsync", "rename"},
+    "write_synced": FILES | {"write", "fsync", "rename"},
+    "write": FILES | {"write", "rename"},
     "renew": FILES | {"write", "rename"},
     "claim": FILES | {"write", "fsync", "link", "unlink"},
     "claim_taken": FILES | {"write", "fsync", "link", "unlink"},

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from zbus.errors import ConfigError, RegistryError
 from zbus.registry import FileRegistry, Lease, Records
-from zbus.registry.records import EpochRecord, WorkerRecord
+from zbus.registry.records import EpochRecord, JobRecord, WorkerRecord
 from zbus.runtime.journal import CrashJournal, read_journal
 from zbus.transport.security import CurveKeys, ProcessKeys, read_secret, write_secret
 
@@ -54,6 +54,8 @@ def require(promise: str, holds: object) -> None:
 
 WORKER = WorkerRecord(role="actor", rank=0, incarnation=1, log="x" * 500)
 OTHER = WorkerRecord(role="actor", rank=1, incarnation=2)
+JOB = JobRecord(role="actor", engine="engines:Actor", world_size=2, epoch=1)
+NEXT_JOB = JobRecord(role="actor", engine="engines:Actor", world_size=2, epoch=2, cwd="x" * 500)
 
 
 def open_records(root: Path) -> Records:
@@ -65,6 +67,7 @@ def registry_begin(root: Path) -> None:
     """Write what stands before the faults."""
     records = open_records(root)
     records.publish_worker(OTHER)
+    records.publish_job(JOB)
     records.renew_lease(Lease(holder="a", counter=1, ttl_s=1.0))
     records.claim_epoch(EpochRecord(session="00"))
 
@@ -74,6 +77,7 @@ def registry_after(root: Path) -> None:
     records = open_records(root)
     require("another's record stands", OTHER in records.workers())
     require("a record is as it was written", all(one in (WORKER, OTHER) for one in records.workers()))
+    require("a job is as it was written", records.job("actor") in (JOB, NEXT_JOB))
     require("nothing is half written", not records.junk)
     lease = records.lease("a")
     require("a lease is as it was written", lease is None or lease.counter in (1, 2))
@@ -81,12 +85,21 @@ def registry_after(root: Path) -> None:
     require("epochs rise", numbers == sorted(set(numbers)) and numbers[0] == 1)
     records.publish_worker(WORKER)
     require("the next write works", records.workers() == [WORKER, OTHER])
+    records.publish_job(NEXT_JOB)
+    require("the next synced write works", records.job("actor") == NEXT_JOB)
     records.renew_lease(Lease(holder="a", counter=2, ttl_s=1.0))
     require("the next claim works", records.claim_epoch(EpochRecord(session="ff")).epoch == numbers[-1] + 1)
 
 
+def write_synced(root: Path) -> None:
+    """Replace a record that is to survive a power cut, and read it back where that succeeded."""
+    records = open_records(root)
+    records.publish_job(NEXT_JOB)
+    require("what was written is there, or the read says why not", records.job("actor") == NEXT_JOB)
+
+
 def write(root: Path) -> None:
-    """Write a record, and read it back where that succeeded."""
+    """Write a record of a process, which is not synced, and read it back where that succeeded."""
     records = open_records(root)
     records.publish_worker(WORKER)
     found = records.worker("actor", 0, 1)
@@ -192,7 +205,7 @@ Step = Callable[[Path], None]
 SCENARIOS: dict[str, tuple[Step, Step, Step]] = {
     **{
         step.__name__: (registry_begin, step, registry_after)
-        for step in (write, renew, claim, claim_taken, listing, withdraw)
+        for step in (write_synced, write, renew, claim, claim_taken, listing, withdraw)
     },
     "journal": (nothing, journal, journal_after),
     "key_write": (nothing, key_write, key_write_after),
