@@ -46,11 +46,10 @@ class BatchBuilder:
         self._strict = strict
         self._together = start == "together"
         self._deadline_s = None if deadline is None else deadline_seconds(deadline)
-        # Of each call, in three lists: its endpoint, what each member is called with, its future.
-        self._specs: list[EndpointSpec] = []
-        self._arguments: list[Plan | tuple[Any, ...]] = []  # a bare tuple: every member gets these values
+        # Of each call: its endpoint, what each member is called with (a bare tuple: every member gets these values),
+        # what holds its results, if they stay with the ranks; and its future.
+        self._calls: list[tuple[EndpointSpec, Plan | tuple[Any, ...], Claim | None]] = []
         self._futures: list[BatchFuture[Any]] = []
-        self._claims: list[Claim | None] = []  # what holds its results, if they stay with the ranks
         self._closed: list[bool] = []  # not empty once it is
         self._placement: Placement | None = None
 
@@ -62,8 +61,8 @@ class BatchBuilder:
 
         self._admit(method.spec)
         spec, merge, plan = method.spec, method.merge, method.plan
-        specs, arguments, futures, claims = self._specs, self._arguments, self._futures, self._claims
-        claim, keeps, closed = method.claim, method.keeps, self._closed
+        calls, futures, closed = self._calls, self._futures, self._closed
+        claim, keeps = method.claim, method.keeps
         everyone = None if method.keeps else method.alike
         least, most = spec.arity if everyone is not None else (1, 0)
         plain_merge = None if everyone is None else merge(everyone)
@@ -75,20 +74,18 @@ class BatchBuilder:
                 msg = "this batch was placed already"
                 raise ConfigError(msg, hint="start another: with group.batch() as b")
             if not fits:
-                if specs and spec.lane != specs[0].lane:
+                if calls and spec.lane != calls[0][0].lane:
                     raise self._other_lane(spec)
                 fits = True
             future: BatchFuture[Any]
             if plain_merge is not None and not kwargs and least <= len(args) <= most and Whole not in map(type, args):
                 future = BatchFuture(_UNPLACED, len(futures), plain_merge)
-                arguments.append(args)
+                calls.append((spec, args, None))
             else:
                 spread = plan(args, kwargs)
                 future = BatchFuture(_UNPLACED, len(futures), merge(spread))
-                arguments.append(spread)
-            specs.append(spec)
+                calls.append((spec, spread, claim() if keeps else None))
             futures.append(future)
-            claims.append(claim() if keeps else None)
             return future
 
         self.__dict__[name] = record  # looked up once for all calls of this batch
@@ -106,7 +103,7 @@ class BatchBuilder:
             raise ConfigError(msg, hint="call it outside the batch")
 
     def _other_lane(self, spec: EndpointSpec) -> ConfigError:
-        first = self._specs[0]
+        first = self._calls[0][0]
         msg = f"`{first.name}` is on lane `{first.lane}` and `{spec.name}` on `{spec.lane}`; a batch has one lane"
         return ConfigError(msg, hint="use one batch for each lane")
 
@@ -154,10 +151,10 @@ class BatchBuilder:
         BatchFuture.attach(self._futures, placement)
 
     def _prepare(self) -> Placement | None:
-        specs, arguments = self._specs, self._arguments
-        if self._closed or not specs:
+        if self._closed or not self._calls:
             return None
         self._closed.append(True)
+        specs, arguments, claims = zip(*self._calls, strict=True)
         for name in [name for name in self.__dict__ if not name.startswith("_")]:
             del self.__dict__[name]  # recorders point back here, and what is dropped shall go at once
         core, ranks = self._view.core, self._view.ranks
@@ -171,7 +168,7 @@ class BatchBuilder:
                 [(name, _share(one, member)) for name, one in zip(names, arguments, strict=True)]
                 for member in range(len(ranks))
             ]
-            payloads = encode_calls(calls, snapshot=True, keep=keep, claims=self._claims, refs=refs)
+            payloads = encode_calls(calls, snapshot=True, keep=keep, claims=claims, refs=refs)
         else:
             payloads = [encode_alike(names, arguments, keep=keep, refs=refs)] * len(ranks)
         kinds = dict(zip(map(id, specs), specs, strict=True)).values()
@@ -193,7 +190,7 @@ class BatchBuilder:
                 deadline_s=self._deadline_s or self._view.deadline_s or sum(deadlines) or core.deadline_s,
                 strict=self._strict or any(spec.strict for spec in kinds),
                 together=self._together or any(spec.start == "together" for spec in kinds),
-                claims=self._claims if any(self._claims) else (),
+                claims=claims if any(claims) else (),
                 refs=core.refs,
                 pins=core.refs.pinned(refs) if refs and core.refs is not None else None,
             )
