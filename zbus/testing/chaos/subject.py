@@ -91,6 +91,14 @@ class Subject(zbus.Engine):
         return self._sum(payload)
 
     @zbus.endpoint(AnyOne(), effect="pure", lane="gen", concurrency=GEN_CONCURRENCY)
+    async def echo(self, call: str, seconds: float, payload: Payload) -> Payload:
+        """As ``pure``, but answer the payload itself."""
+        self._truth.start(call, self._rank, self._start)
+        await asyncio.sleep(seconds)
+        self._truth.end(call, self._rank, self._start)
+        return payload
+
+    @zbus.endpoint(AnyOne(), effect="pure", lane="gen", concurrency=GEN_CONCURRENCY)
     async def items(self, call: str, upto: int) -> AsyncIterator[int]:
         """Give 0, 1, 2, … up to ``upto``."""
         self._truth.start(call, self._rank, self._start)
