@@ -102,7 +102,8 @@ MOST_DATA_PEERS: Final = 64
 """Owners of bulk data that a process is connected to at once."""
 
 _OWN_SOCKETS: Final = 64 + _OTHER_PEERS * _SOCKETS_PER_PEER + MOST_DATA_PEERS * 3
-_OWN_DESCRIPTORS: Final = 128 + _OTHER_PEERS * _DESCRIPTORS_PER_PEER + MOST_DATA_PEERS * 5
+_OWN_DESCRIPTORS: Final = 128 + _OTHER_PEERS * _DESCRIPTORS_PER_PEER
+_DESCRIPTORS_PER_DATA_PEER: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +130,12 @@ def sockets_needed(peers: int) -> int:
 
 
 def descriptors_needed(peers: int) -> int:
-    """Return how many file descriptors a process connected to ``peers`` workers may have open."""
-    return _OWN_DESCRIPTORS + _DESCRIPTORS_PER_PEER * peers
+    """Return how many file descriptors a process connected to ``peers`` workers may have open.
+
+    The owners of bulk data are among those workers.
+    """
+    data = _DESCRIPTORS_PER_DATA_PEER * min(peers, MOST_DATA_PEERS)
+    return _OWN_DESCRIPTORS + _DESCRIPTORS_PER_PEER * peers + data
 
 
 def check_limits(peers: int) -> Limits:
