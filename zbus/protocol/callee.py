@@ -256,13 +256,8 @@ class Callee(CalleeSessions):
             self._drop("kind")
         return effects
 
-    def validate(self, callers_window: int = 0) -> None:
-        """Raise AssertionError when an invariant of this machine is broken; for tests and simulation.
-
-        Args:
-            callers_window: The window of its callers, if larger than its own: what they may have unanswered is kept.
-        """
-        window = max(self.window, callers_window)
+    def validate(self) -> None:
+        """Raise AssertionError when an invariant of this machine is broken; for tests and simulation."""
         assert self._kept_bytes == sum([kept.nbytes for kept in self._kept.values()]), self._kept_bytes
         assert self._kept_bytes <= self._keep_bytes, self._kept_bytes
         for session in self._sessions.values():
@@ -285,7 +280,8 @@ class Callee(CalleeSessions):
                 assert lane.running == running + poised, lane.name
                 assert lane.running <= lane.concurrency, lane.name
                 assert len(lane.queue) == queued, lane.name
-                assert len(lane.runs) <= 2 * window + lane.concurrency, lane.name
+                assert len(lane.runs) <= self.window + lane.concurrency, lane.name
+                assert all(run.seq < lane.floor + self.window for run in lane.runs.values()), lane.name
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -309,6 +305,7 @@ class Callee(CalleeSessions):
             or seq != lane.arrival_next
             or seq < lane.floor
             or seq < floor
+            or seq >= floor + self.window
             or incarnation != self._incarnation
             or (epoch and epoch < self.max_epoch)
             or following in runs
@@ -334,9 +331,9 @@ class Callee(CalleeSessions):
         self, header: Header, buffers: Buffers, session: SessionState, lane: Lane, now: int, effects: list[Effect]
     ) -> None:
         seq = header.seq
-        if seq == lane.arrival_next and seq >= lane.floor:
+        if seq == lane.arrival_next and lane.floor <= seq < lane.floor + self.window:
             self._admit(header.session, session, lane, Run(header, buffers, now), effects, header.kind)
-            while lane.arrival_next in lane.runs:
+            while lane.arrival_next in lane.runs:  # held: within the window of the floor, as what came now
                 held = lane.runs.pop(lane.arrival_next)
                 self._admit(header.session, session, lane, held, effects, Kind.REQ if held.open_calls else Kind.SKIP)
             if lane.queue and lane.running < lane.concurrency:
@@ -354,7 +351,7 @@ class Callee(CalleeSessions):
             self._drop("below_floor")
         elif seq < lane.arrival_next:
             self._reply_unstarted(header, lane, Status.EVICTED, effects)
-        elif seq >= lane.arrival_next + self.window:
+        elif seq >= lane.floor + self.window:  # it keeps no more answers than that, whatever its caller's window is
             effects.append(self._nack(header, lane.peer, Status.WINDOW))
         else:
             run = Run(header, buffers, now)

@@ -29,7 +29,7 @@ class CalleeAnswers:
     Args:
         incarnation: This incarnation.
         lanes: Lane name to concurrency (how many requests of it may run at once; >= 1).
-        window_calls: Arrivals accepted ahead of the next expected seq, per lane.
+        window_calls: Places ahead of the caller's floor that are accepted, per lane, and so how many answers are kept.
         keep_bytes: How much of large replies is kept in memory until their callers have them, all sessions together.
         large_bytes: From which size a reply is large. Smaller ones are always kept: the window bounds their number.
         shelf: Where large replies go beyond ``keep_bytes``, the oldest first; without one they are not kept.

@@ -63,6 +63,30 @@ def test_a_request_too_far_ahead_is_refused():
     assert ask(machine, Kind.REQ, 4) == ["NACK WINDOW 4"]
 
 
+@pytest.mark.parametrize("kind", [Kind.REQ, Kind.SKIP])
+def test_no_more_answers_are_kept_than_the_window_whatever_the_callers_window_is(kind):
+    """A caller that takes answers but never says so is refused at the window, and goes on once its floor has risen."""
+    machine = callee(window_calls=4)
+    for seq in range(4):
+        assert ask(machine, kind, seq) == ([f"run {seq}"] if kind is Kind.REQ else [f"FAILURE EXPIRED {seq}"])
+        machine.finished(SESSION, "main", seq, Kind.RESULT, Status.OK, BODY, MS)
+    assert ask(machine, kind, 4) == ["NACK WINDOW 4"]
+    assert ask(machine, kind, 5) == ["NACK WINDOW 5"]
+    machine.validate()
+    assert ask(machine, kind, 4, floor=1) != ["NACK WINDOW 4"]
+    assert ask(machine, kind, 5, floor=1) == ["NACK WINDOW 5"]
+    machine.validate()
+
+
+def test_what_is_held_counts_for_the_window_too():
+    """A place is within the window of the floor, however far the sequence has come."""
+    machine = callee(window_calls=4)
+    assert ask(machine, Kind.SKIP, 0) == ["FAILURE EXPIRED 0"]
+    assert ask(machine, Kind.REQ, 3) == ["NACK GAP 1"]
+    assert ask(machine, Kind.REQ, 4) == ["NACK WINDOW 4"]
+    assert ask(machine, Kind.REQ, 4, floor=1) == ["NACK GAP 1"]
+
+
 def test_a_skip_takes_its_place_and_runs_nothing():
     """The sequence goes on; the answer says it was not run, again if asked."""
     machine = callee()
