@@ -39,6 +39,9 @@ PULL_FROM: Final = 4 << 20
 
 
 _MOST_KNOWN: Final = 64
+_REACH: Final = (
+    "that address must be reached from here; it is bound at scheduler.bind (the controller) or --bind (a rank)"
+)
 
 
 class Porter:
@@ -271,6 +274,9 @@ class Porter:
 
         from zbus.data.arena import host_memory
 
+        bulk = self.bulk
+        assert bulk is not None  # noqa: S101  # asked before
+        bulk.let_go()  # most often the answer before this one, whose memory this one can have
         nbytes = len(data)
         available, total = host_memory()
         with self._lock:
@@ -283,8 +289,6 @@ class Porter:
             self._copied += nbytes
         copy = self._warm_memory().empty((nbytes,), "u1")
         np.copyto(copy, np.frombuffer(data, np.uint8))  # without the interpreter's lock
-        bulk = self.bulk
-        assert bulk is not None  # noqa: S101  # asked before
 
         def ended(made: Offer) -> None:
             self._ended.append(nbytes)
@@ -347,7 +351,8 @@ class Opening:
             CodecError: One of them did not come.
         """
         if self._failed is not None:
-            raise CodecError(str(self._failed)) from self._failed
+            absent = getattr(self._failed, "how", None) is Ending.ABSENT
+            raise CodecError(str(self._failed), hint=_REACH if absent else None) from self._failed
         return self._frames
 
     def give_up(self) -> None:

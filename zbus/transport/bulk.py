@@ -203,6 +203,12 @@ class Bulk:
         self._withdrawn.append(key)
         self._reactor.wake()
 
+    def let_go(self) -> None:
+        """Let go of what is withdrawn now, not when the bulk thread comes to it: its memory is wanted again."""
+        if self._withdrawn:
+            with gate, self._reactor.lock:
+                self._drain()
+
     # -- the asker's side ----------------------------------------------------------------------------------------
 
     def pull(

@@ -153,8 +153,9 @@ def test_what_names_no_array_that_could_come_is_an_error(porters):
         (frames[1], Reach("", ("ipc:///nowhere/data",)), "no way to the owner"),
         (frames[1], Reach("", ("nonsense",)), "cannot connect"),
     ):
-        with pytest.raises(CodecError, match=word):
+        with pytest.raises(CodecError, match=word) as caught:
             reader.opened([frames[0], frame], reach)
+        assert bool(caught.value.hint) == (word in {"nobody answers", "cannot connect"})
 
 
 def test_a_size_that_is_not_the_owners_is_refused_by_the_owner(porters):
