@@ -18,7 +18,7 @@ from waiting import scaled, wait_until
 from zbus import CallTimeout, JoinedRef, RefLimitError, RefLostError, RemoteError
 from zbus.codec import Ref
 from zbus.config import Config
-from zbus.config.schema import DataConfig
+from zbus.config.schema import DataConfig, SchedulerConfig
 from zbus.data.presence import VARIABLE
 
 MIB = 1 << 20
@@ -395,10 +395,13 @@ def test_a_guest_that_dies_keeps_nothing(tmp_path):
         assert mine.get()["ids"].shape == (64, 512)
 
 
-@pytest.mark.parametrize("shared", [0, 3 * MIB], ids=["none", "little"])
-def test_without_shared_memory_values_are_pulled_from_their_owner(tmp_path, shared):
+@pytest.mark.parametrize(
+    ("transport", "shared"), [("ipc", 0), ("ipc", 3 * MIB), ("tcp", 0)], ids=["none", "little", "tcp"]
+)
+def test_without_shared_memory_values_are_pulled_from_their_owner(tmp_path, transport, shared):
     """Only the rows that are wanted leave the owner; whole, by ranges and picked; a lost owner is named too."""
-    with launch(tmp_path, roles(), config=Config(data=DataConfig(shared_memory=shared, refs=1 << 30))) as bus:
+    config = Config(data=DataConfig(shared_memory=shared, refs=1 << 30), scheduler=SchedulerConfig(transport=transport))
+    with launch(tmp_path, roles(), config=config) as bus:
         actor, critic = bus.group("actor"), bus.group("critic")
         ref = actor[0].make.options(keep=True)(128, 8192)
         plain = actor[0].make(128, 8192)
