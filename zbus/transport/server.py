@@ -280,6 +280,8 @@ class Server:
             answered: Told of (first seq, bodies) before they leave. Under the lock.
         """
         held = self._held = _Held(request, answered)
+        if self._takeover:  # the bus thread sleeps long where nothing is held
+            self._bus.wake()
         return held.bodies
 
     def flush(self, *, over: bool = False) -> None:

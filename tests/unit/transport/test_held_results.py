@@ -1,0 +1,54 @@
+"""Results of a batch that wait at the server for others, over real sockets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from waiting import scaled, wait_until
+from zbus.codec import encode
+from zbus.ids import WorkerName
+from zbus.protocol.messages import Execute, Kind, Outcome, Status
+from zbus.transport.client import Client, PeerState
+from zbus.transport.server import Server
+from zbus.transport.sockets import SocketFactory
+
+NAME = WorkerName("actor", 0)
+
+
+def test_a_result_held_after_a_long_start_leaves_while_the_next_call_runs(
+    factory: SocketFactory, client: Client, tmp_path: Path
+) -> None:
+    """The bus thread had taken over and gone to sleep before anything was held, as when a request is slow to read."""
+    told: list[Outcome] = []
+    first = threading.Event()
+    seen: list[bool] = []
+
+    def sleeps_long() -> bool:
+        return server._takeover and server._bus._sleep_until - time.monotonic_ns() > 10_000_000_000
+
+    def run(request: Execute) -> None:
+        wait_until(sleeps_long, what="the bus thread to take over and to sleep")
+        server.hold(request, lambda *_: None).append(bytes(encode(1)[0]))
+        seen.append(first.wait(scaled(3)))  # the second call
+        server.flush(over=True)
+        server.finish(request, 1, Kind.RESULT, Status.OK, encode(2))
+
+    server = Server(name=NAME, incarnation=1, factory=factory, lanes={"main": 1}, dispatch=run)
+    bound = server.bind("main", f"ipc://{tmp_path}/worker")
+    server.start()
+    thread = threading.Thread(target=server.run, args=(run,))
+    thread.start()
+    try:
+        peer = client.connect(NAME, 1, {"main": [bound]})
+        assert client.wait(lambda: peer.state is PeerState.READY, scaled(10))
+        client.place([peer], "main", [encode(0)], 2, deadline_s=None, sink=lambda *one: told.append(one[2]))
+        client.wait(lambda: bool(told), scaled(6))
+        first.set()
+        assert client.wait(lambda: len(told) == 2, scaled(10))
+        assert seen == [True], "the first result came while the second call ran"
+    finally:
+        server.stop()
+        thread.join(scaled(10))
+        server.close()
