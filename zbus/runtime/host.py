@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import resource
@@ -208,7 +209,7 @@ class _Host:
         self.watchdog.watch(self._bus_handler)
         self.watchdog.watch(self.executor.ctl_handlers)
         self._stacks: StackFile | None = None
-        self._stop_lock = threading.Lock()
+        self._stop_lock = threading.RLock()  # a SIGTERM that falls due inside `stop` runs there
 
     # -- the stations of a life ----------------------------------------------------------------------------------
 
@@ -293,10 +294,12 @@ class _Host:
 
     def _bus_ended(self, error: BaseException) -> None:
         """End the process: with its bus thread gone nobody can ask it anything, and it would look alive."""
-        print(f"zbus: {self.name} ends: its bus thread died of {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201  # stderr is the log
-        traceback.print_exception(error)
-        sys.stderr.flush()
-        os._exit(EXIT_BUS_DIED)
+        try:
+            print(f"zbus: {self.name} ends: its bus thread died of {type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201  # stderr is the log
+            traceback.print_exception(error)
+            sys.stderr.flush()
+        finally:  # the log's disk may be full
+            os._exit(EXIT_BUS_DIED)
 
     def stop(self, exit_code: int) -> None:
         """Stop after the current call. Any thread."""
@@ -526,7 +529,8 @@ class _Host:
         try:
             return CrashJournal(path, config.incarnation, is_over=lambda session: not self.server.knows(session))
         except OSError as error:
-            print(f"zbus: no crash journal {path}: {error.strerror}", file=sys.stderr)  # the worker's log  # noqa: T201
+            with contextlib.suppress(OSError):  # the log may be on the same full disk
+                print(f"zbus: no crash journal {path}: {error.strerror}", file=sys.stderr)  # the log  # noqa: T201
             return None
 
     def _arm_stack_dumps(self) -> StackFile:
