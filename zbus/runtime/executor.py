@@ -182,7 +182,7 @@ class Executor:
         self._pools: dict[str, ThreadPoolExecutor] = {"ctl": _pool("ctl", 4)}
         self._tasks: dict[tuple[bytes, str, int], asyncio.Task[None]] = {}  # those that have begun
         self._waiting: set[asyncio.Task[None]] = set()  # all: a loop keeps only weak references
-        self._behind: dict[str, asyncio.Future[None]] = {}  # by async lane: done when the last one to wait has its data
+        self._behind: dict[str, asyncio.Future[None]] = {}  # by async lane: done when the last one to wait can begin
         self._pulls: dict[tuple[bytes, str, int], Opening] = {}
         self._streams: dict[tuple[bytes, str, int], RunningStream] = {}
         self.unwanted: set[tuple[bytes, str, int]] = set()  # requests that are not to go on; gone with their end
@@ -368,6 +368,8 @@ class Executor:
             special = calls.specials.get(index) if type(calls) is SpecialCalls else None
             if special is not None:
                 args, kwargs = self._prepared(request, special, args, kwargs)
+                if self.refused(request, index, time.monotonic_ns()):  # meanwhile
+                    return False
             marks.begin(seq)
             try:
                 value = function(*args, **kwargs)
@@ -455,44 +457,46 @@ class Executor:
 
     async def _run_calls(self, request: Execute) -> None:
         started = time.monotonic_ns()
-        calls = await self._decode_async(request)
-        if calls is None:
-            return
-        decoded = time.monotonic_ns()
-        self.note(request, list(map(_METHOD, calls)))
-        poisoned = False
-        for index in range(len(calls)):
-            if poisoned:
-                self._answers.finish(request, index, Kind.FAILURE, Status.PREDECESSOR, ())
-                continue
-            if self.refused(request, index, decoded):
-                poisoned = request.strict
-                continue
-            ok = await self._run_one_async(request, index, calls, started, decoded)
-            poisoned = request.strict and not ok
-            started = decoded = time.monotonic_ns()
+        turn = _Turn(self._behind, request.lane)
+        try:
+            calls = await self._decode_async(request, turn)
+            if calls is None:
+                return
+            if type(calls) is SpecialCalls and any(special.fills for special in calls.specials.values()):
+                turn.take()  # its first call begins later
+            else:
+                turn.end()
+            decoded = time.monotonic_ns()
+            self.note(request, list(map(_METHOD, calls)))
+            poisoned = False
+            for index in range(len(calls)):
+                if poisoned:
+                    self._answers.finish(request, index, Kind.FAILURE, Status.PREDECESSOR, ())
+                    continue
+                if self.refused(request, index, decoded):
+                    poisoned = request.strict
+                    continue
+                ok = await self._run_one_async(request, index, calls, started, decoded, turn)
+                turn.end()
+                poisoned = request.strict and not ok
+                started = decoded = time.monotonic_ns()
+        finally:
+            turn.end()
 
-    async def _decode_async(self, request: Execute) -> list[Any] | None:
+    async def _decode_async(self, request: Execute, turn: _Turn) -> list[Any] | None:
         """As ``_decode``, off the loop where data has to come first; calls behind it in the lane begin after it."""
         import asyncio
 
-        lane = request.lane
-        before = self._behind.get(lane)
         pulls = self._arrays is not None and len(request.buffers) > 1 and self._arrays.must_pull(request.buffers)
+        before = self._behind.get(request.lane)
         if before is None and not pulls:
             return self._decode(request)
-        loop = asyncio.get_running_loop()
-        mine = self._behind[lane] = loop.create_future()
-        try:
-            pool = self._pools.setdefault("zbus.pull", ThreadPoolExecutor(_PULLS, "zbus-pull"))
-            pulled = loop.run_in_executor(pool, self._decode, request) if pulls else None
-            if before is not None:
-                await self._outlast(before)
-            return self._decode(request) if pulled is None else await self._outlast(pulled)
-        finally:
-            mine.set_result(None)
-            if self._behind.get(lane) is mine:
-                del self._behind[lane]
+        turn.take()
+        pool = self._pools.setdefault("zbus.pull", ThreadPoolExecutor(_PULLS, "zbus-pull"))
+        pulled = asyncio.get_running_loop().run_in_executor(pool, self._decode, request) if pulls else None
+        if before is not None:
+            await self._outlast(before)
+        return self._decode(request) if pulled is None else await self._outlast(pulled)
 
     async def _outlast(self, ended: asyncio.Future[Any]) -> Any:
         """Wait for what goes on whatever becomes of its call; a cancel of that is answered where it may begin."""
@@ -506,7 +510,7 @@ class Executor:
                     raise
 
     async def _run_one_async(  # private, one caller
-        self, request: Execute, index: int, calls: list[Any], started: int, decoded: int
+        self, request: Execute, index: int, calls: list[Any], started: int, decoded: int, turn: _Turn
     ) -> bool:
         seq = request.seq + index
         method, args, kwargs = calls[index]
@@ -515,11 +519,19 @@ class Executor:
         running[id(call)] = call
         task_call.set(call)
         marks = self._marks(request)
+        begun = False
         try:
             function = self.resolve(request, method)
             special = calls.specials.get(index) if type(calls) is SpecialCalls else None
             if special is not None:
-                args, kwargs = await self._beside(self._prepared, request, special, args, kwargs)
+                if special.fills:
+                    args, kwargs = await self._beside(self._prepared, request, special, args, kwargs)
+                else:
+                    args, kwargs = self._prepared(request, special, args, kwargs)
+                if self.refused(request, index, time.monotonic_ns()):  # meanwhile
+                    return False
+                turn.end()
+            begun = True
             spec = self._table.get(method)
             if spec is not None and not spec.is_async:
                 value = await self._run_beside(request, call, function, args, kwargs)
@@ -542,7 +554,9 @@ class Executor:
             value = args = kwargs = None  # as in _run_one
             marks.answered(seq, frames)
         except BaseException as error:  # as in _run_one; a cancel is an outcome too  # noqa: BLE001
-            self.fail(request, index, method, error, started, decoded)
+            stopped = not begun and not self._closed and self._is_stop(request, error)
+            if not stopped or not self.refused(request, index, time.monotonic_ns()):
+                self.fail(request, index, method, error, started, decoded)
             return False
         finally:
             running.pop(id(call), None)
@@ -757,7 +771,7 @@ class Executor:
         chunks: int = 0,
         kind: Kind = Kind.FAILURE,
     ) -> None:
-        """Answer a call that raised, and say so in the log."""
+        """Answer a call that raised, and say so in the log, as far as the log takes it: its disk may be full."""
         if self._closed:
             return  # nobody takes answers any more
         ended = time.monotonic_ns()
@@ -769,13 +783,15 @@ class Executor:
         self._answers.finish(request, index, kind, status, frames, chunks=chunks)
         self.record(request, request.seq + index, str(method), started, decoded, ended, "APP_ERROR", encoded)
         if stopped:
-            print(f"zbus: {self.name} {method!r} was stopped before its end", file=sys.stderr)  # the log  # noqa: T201
+            with contextlib.suppress(Exception):
+                print(f"zbus: {self.name} {method!r} was stopped before its end", file=sys.stderr)  # the log  # noqa: T201
             return
         try:
             print(f"zbus: {self.name} {method!r} raised:", file=sys.stderr)  # stderr is the worker's log  # noqa: T201
             traceback.print_exception(error)
         except BaseException:  # a repr or str that raises: the log has what was written so far  # noqa: BLE001
-            print("  (its text cannot be shown)", file=sys.stderr)  # as above  # noqa: T201
+            with contextlib.suppress(Exception):
+                print("  (its text cannot be shown)", file=sys.stderr)  # as above  # noqa: T201
 
     def _is_stop(self, request: Execute, error: BaseException) -> bool:
         """Tell whether an error is how a method followed its caller's wish to end."""
@@ -802,6 +818,37 @@ class Executor:
                 request.session, self.name, self.incarnation, request.lane, seq, request.attempt, method,
                 request.arrived_ns, started, decoded, ended, encoded or ended, outcome, time.monotonic_ns(),
             )  # fmt: skip
+
+
+class _Turn:
+    """A request's place among those of its async lane: none behind it begins before it has ended. On the loop.
+
+    Args:
+        last: By lane: done when the last request that has taken its turn there has ended it.
+        lane: Its lane.
+    """
+
+    __slots__ = ("_lane", "_last", "_mine")
+
+    def __init__(self, last: dict[str, asyncio.Future[None]], lane: str) -> None:
+        self._last = last
+        self._lane = lane
+        self._mine: asyncio.Future[None] | None = None
+
+    def take(self) -> None:
+        """Have those behind wait from now on; nothing if they do."""
+        if self._mine is None:
+            import asyncio
+
+            self._mine = self._last[self._lane] = asyncio.get_running_loop().create_future()
+
+    def end(self) -> None:
+        """Let those behind begin; nothing if none was to wait."""
+        mine, self._mine = self._mine, None
+        if mine is not None:
+            mine.set_result(None)
+            if self._last.get(self._lane) is mine:
+                del self._last[self._lane]
 
 
 def _pool(lane: str, threads: int) -> ThreadPoolExecutor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -204,3 +207,21 @@ def test_methods_of_a_batch_are_known_by_their_places(bench: Bench) -> None:
     bench.run(("say", 1), ("bad",), seq=10)
     assert [bench.executor.method_of(SESSION, "main", seq) for seq in (9, 10, 11, 12)] == ["", "say", "bad", ""]
     assert bench.executor.method_of(SESSION, "other", 10) == ""
+
+
+class FullDisk(io.TextIOBase):
+    """A log on a disk that is full."""
+
+    def write(self, text: str, /) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_error_that_cannot_be_logged_is_answered_all_the_same(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log's disk is full: the call that raised, the one that was stopped and the others have their answers."""
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    assert bench.run(("bad",), ("say", 1), ("say", 2)) == [(0, "APP_ERROR", None), (1, "OK", 1), (2, "OK", 2)]
+    bench.engine.look = lambda: (bench.executor.cancel(CancelRunning(SESSION, "main", 4)), zbus.checkpoint())
+    assert [word for _, word, _ in bench.run(("looks",), ("say", 1))] == ["STOPPED", "CANCELLED"]
+    bench.answers.messages, bench.answers.next = [], 0
+    bench.executor.run_main(Execute(SESSION, "main", 9, 1, encode([["bad", [], {}]]), None, 0, False, 1, 0))
+    assert bench.answers.messages == [[(0, "APP_ERROR", None)]]

@@ -1,0 +1,184 @@
+"""When calls whose arguments come from elsewhere begin, and that they do not where nobody wants them any more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import zbus
+from waiting import scaled, wait_until
+from zbus.codec import Ref, encode
+from zbus.engine import endpoints_of
+from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Status
+from zbus.runtime.executor import Executor
+
+SESSION = b"session-16-bytes"
+NS = 1_000_000_000
+
+
+class Answers:
+    """Takes answers, and keeps what each call was told."""
+
+    def __init__(self) -> None:
+        self.told: dict[int, str] = {}
+
+    def finish(
+        self, request: Execute, index: int, kind: Kind, status: Status, buffers: Buffers, *, chunks: int = 0
+    ) -> None:
+        assert request.seq + index not in self.told, "each call is answered once"
+        self.told[request.seq + index] = Status(status).name
+
+    def chunk(self, request: Execute, number: int, buffers: Buffers) -> None:
+        raise AssertionError
+
+
+class SlowRefs:
+    """Values that come when the gate opens."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.asked = threading.Event()
+        self.checked_on: list[str] = []
+
+    def fill(self, value: Any, deadline_ns: int | None) -> Any:
+        self.asked.set()
+        assert self.gate.wait(scaled(20))
+        return [["weights"], {}]
+
+    def check(self) -> None:
+        self.checked_on.append(threading.current_thread().name)
+
+    def keep(self, value: Any, session: bytes, claim: int, method: str) -> Any:
+        return None
+
+
+class Works(zbus.Engine):
+    """Writes down what begins."""
+
+    def __init__(self) -> None:
+        self.began: list[Any] = []
+
+    @zbus.endpoint(lane="rollout")
+    async def load(self, what: Any) -> None:
+        self.began.append(what)
+
+    @zbus.endpoint(lane="rollout")
+    def load_beside(self, what: Any) -> None:
+        self.began.append(what)
+
+    @zbus.endpoint()
+    def load_main(self, what: Any) -> None:
+        self.began.append(what)
+
+
+class Bench:
+    """An executor whose handles are filled slowly."""
+
+    def __init__(self) -> None:
+        self.answers, self.refs, self.engine = Answers(), SlowRefs(), Works()
+        self.executor = Executor(name="actor/0", incarnation=1, answers=self.answers, builtins={}, refs=self.refs)
+        self.executor.install(self.engine, endpoints_of(Works))
+
+    def request(self, seq: int, *calls: list[Any], lane: str = "rollout", deadline_ns: int | None = None) -> Execute:
+        return Execute(SESSION, lane, seq, len(calls), encode(list(calls)), deadline_ns, 0, False, 1, 0, 1)
+
+    def told(self, calls: int) -> list[str]:
+        """Wait until so many calls are answered, and return what they were told, by seq."""
+        wait_until(lambda: len(self.answers.told) == calls, what="the answers")
+        return [self.answers.told[seq] for seq in sorted(self.answers.told)]
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    """Give one."""
+    made = Bench()
+    yield made
+    made.refs.gate.set()
+    made.executor.close()
+
+
+def ref() -> Ref:
+    """Return a handle of a value elsewhere."""
+    return Ref(
+        role="actor", rank=1, incarnation=1, generation=1, number=1, memory="", endpoints={}, nbytes=8, rows=None,
+        lengths=None, method="make", about="",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["load", "load_beside"])
+def test_on_an_async_lane_calls_begin_in_order_though_the_first_waits_for_its_arguments(
+    bench: Bench, method: str
+) -> None:
+    """``load(ref)`` and then ``load(1)``: the second does not overtake the first; a third neither."""
+    bench.executor.dispatch(bench.request(0, [method, [ref()], {}]))
+    bench.executor.dispatch(bench.request(1, ["load", ["second"], {}]))
+    bench.executor.dispatch(bench.request(2, ["load", [ref()], {}], ["load", ["third"], {}]))
+    bench.executor.dispatch(bench.request(4, ["missing", [ref()], {}]))
+    assert bench.refs.asked.wait(scaled(20))
+    loop = bench.executor._loop
+    assert loop is not None
+    for _ in range(5):  # rounds of the loop in which the second could begin
+        passed = threading.Event()
+        loop.call_soon_threadsafe(passed.set)
+        assert passed.wait(scaled(20))
+    assert bench.engine.began == []
+    bench.refs.gate.set()
+    assert bench.told(5) == ["OK", "OK", "OK", "OK", "APP_ERROR"]
+    wait_until(lambda: len(bench.engine.began) == 4)
+    if method == "load":  # a thread's first step may come late
+        assert bench.engine.began[:2] == ["weights", "second"]
+    assert not bench.executor._behind
+
+
+def test_a_call_that_is_cancelled_while_its_arguments_come_has_not_begun(bench: Bench) -> None:
+    """On an async lane it is told at once, and lets those behind it begin."""
+    bench.executor.dispatch(bench.request(0, ["load", [ref()], {}]))
+    bench.executor.dispatch(bench.request(1, ["load", ["second"], {}]))
+    assert bench.refs.asked.wait(scaled(20))
+    bench.executor.cancel(CancelRunning(SESSION, "rollout", 0))
+    assert bench.told(2) == ["CANCELLED", "OK"]
+    bench.refs.gate.set()
+    assert bench.engine.began == ["second"]
+
+
+@pytest.mark.parametrize("why", ["CANCELLED", "EXPIRED"])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_call_of_the_main_lane_that_nobody_wants_when_its_arguments_are_there_does_not_begin(
+    bench: Bench, why: str, calls: int
+) -> None:
+    """Cancelled or too late meanwhile, alone and in a batch."""
+    deadline_ns = time.monotonic_ns() + NS // 2 if why == "EXPIRED" else None
+    request = bench.request(0, *[["load_main", [ref()], {}]] * calls, lane="main", deadline_ns=deadline_ns)
+    thread = threading.Thread(target=bench.executor.run_main, args=(request,))
+    thread.start()
+    wait_until(lambda: bench.refs.asked.is_set() or bench.answers.told, what="the first call to want its arguments")
+    if deadline_ns is None:
+        bench.executor.cancel(CancelRunning(SESSION, "main", 0))
+    else:
+        wait_until(lambda: time.monotonic_ns() > deadline_ns, what="the deadline")
+    bench.refs.gate.set()
+    thread.join(scaled(20))
+    assert bench.told(calls) == [why] * calls
+    assert bench.engine.began == []
+    assert not bench.executor.unwanted
+
+
+def test_an_async_call_whose_arguments_come_too_late_does_not_begin(bench: Bench) -> None:
+    """Its deadline passes meanwhile."""
+    deadline_ns = time.monotonic_ns() + NS // 2
+    bench.executor.dispatch(bench.request(0, ["load", [ref()], {}], deadline_ns=deadline_ns))
+    wait_until(lambda: time.monotonic_ns() > deadline_ns, what="the deadline")
+    bench.refs.gate.set()
+    assert bench.told(1) == ["EXPIRED"]
+    assert bench.engine.began == []
+
+
+def test_a_call_whose_result_is_kept_and_has_no_handles_changes_no_thread(bench: Bench) -> None:
+    """Whether there is room is asked on the loop."""
+    bench.executor.dispatch(bench.request(0, ["load", [1], {}, {"keep": 1}]))
+    assert bench.told(1) == ["OK"]
+    assert bench.refs.checked_on == ["zbus-async"]
