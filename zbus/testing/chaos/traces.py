@@ -18,7 +18,7 @@ from zbus.testing.chaos.truth import Run
 
 __all__ = ["TraceFindings", "check_traces"]
 
-_RUNS: Final = frozenset({"run once", "run idempotent", "run pure", "run items"})
+_RUNS: Final = frozenset({"run once", "run idempotent", "run pure", "run items", "run echo"})
 """Spans of what the ground truth knows too."""
 
 

@@ -151,7 +151,13 @@ class SimWorker:
         return JournalReport(complete=True, lanes=lanes)
 
     def check_orphans(self) -> None:
-        """Check what is kept of superseded controllers."""
+        """Check what is kept of superseded controllers.
+
+        A run ends while calls of the dead still run: what those hold back for a moment is kept in that moment.
+        """
+        self.paused_until = 0
+        for running in tuple(self.running.values()):
+            self._flush(running)
         superseded = {
             controller.session
             for controller in self.world.controllers
