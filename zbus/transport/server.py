@@ -210,9 +210,10 @@ class Server:
         self._runner = threading.get_ident()
         while not self._stopping:
             while ready:
-                request = ready.popleft()
-                self._begin_busy(request.arrived_ns)
+                request = ready[0]
                 try:
+                    self._begin_busy(request.arrived_ns)
+                    ready.popleft()  # as late as can be: what a signal handler raises before leaves the request here
                     run(request)
                 finally:
                     self._end_busy()
