@@ -269,6 +269,7 @@ class RefBook:
         self._lock = threading.Lock()
         self._put: weakref.WeakValueDictionary[tuple[int, int], Hold] = weakref.WeakValueDictionary()
         self._pumping = False
+        self._retrying = False
         self._closed = False
 
     # -- what users call -----------------------------------------------------------------------------------------------
@@ -414,16 +415,27 @@ class RefBook:
             except ZbusError:  # this controller is closing
                 self._told(tell, heard=False)
 
+    def _retry(self) -> None:
+        with self._lock:
+            self._retrying = False
+        self._pump()
+
     def _told(self, tell: Tell, heard: bool | None) -> None:  # noqa: FBT001  # a callback
+        left = retry = False
         with self._lock:
             if heard:
                 self._holds.told(tell, time.monotonic_ns())
+                left = self._holds.owes(tell.owner)
             elif heard is None:
                 self._holds.dead(tell.owner)
             else:
                 self._holds.failed(tell)
-        if heard is False:
-            shared().call(self._pump, _AGAIN_S)
+                retry = not self._retrying  # one serves all owners: each of its own would tell them all again
+                self._retrying = True
+        if left:  # let go while this was on its way, or too much for one message
+            shared().call(self._pump)
+        if retry:
+            shared().call(self._retry, _AGAIN_S)
 
 
 class ClientLink:

@@ -7,6 +7,7 @@ picked one by one) for a minute.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ class Offers:
     """What is offered of one value. Dropped with it, and with it all that is offered."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()  # several readers may ask for one value at once
         self.buffers: dict[int, Offer] = {}  # by number: the value's own
         self.copies: deque[tuple[int, Offer]] = deque()  # and since when
 
@@ -68,13 +70,14 @@ class BulkCarriage:
             parts: What is wanted: views of them, or copies.
         """
         now = time.monotonic_ns()
-        while offers.copies and now - offers.copies[0][0] > _COPIES_NS:
-            offers.copies.popleft()
         spans = [_span(buffer) for buffer in whole]
         small = b"".join(bytes(part) for part in parts if nbytes_of(part) < SHARED_FROM)
-        told: list[Any] = [None if nbytes_of(part) < SHARED_FROM else self._place(offers, whole, spans, part, now)
-                           for part in parts]  # fmt: skip
-        return [told, small if len(small) < SHARED_FROM else self._copy(offers, small, now)]
+        with offers.lock:
+            while offers.copies and now - offers.copies[0][0] > _COPIES_NS:
+                offers.copies.popleft()
+            told: list[Any] = [None if nbytes_of(part) < SHARED_FROM else self._place(offers, whole, spans, part, now)
+                               for part in parts]  # fmt: skip
+            return [told, small if len(small) < SHARED_FROM else self._copy(offers, small, now)]
 
     def _place(
         self, offers: Offers, whole: Sequence[Buffer], spans: Sequence[tuple[int, int]], part: Buffer, now: int
@@ -114,7 +117,7 @@ class BulkCarriage:
             rest = small if isinstance(small, bytes) else self._pull(ref, small, deadline_ns, pulls)
             for pull in pulls:
                 self._await(ref, pull)
-        except (TransportError, ValueError, MemoryError) as error:
+        except (TransportError, ValueError, MemoryError, OSError) as error:
             raise lost(ref, f"it could not be pulled: {error}") from error
         finally:
             for pull in pulls:

@@ -90,14 +90,16 @@ class _Value:
         self.frames = frames
         self.nbytes = sum(frame.nbytes if type(frame) is Lease else nbytes_of(frame) for frame in frames)
         self._rest: Buffer | None = None
+        self._joining = threading.Lock()  # several readers may ask for one value at once
         self.offers = Offers()
 
     def rest(self, porter: Porter) -> Buffer:
         """Return the buffers that are too small for slots of their own, as one."""
-        if self._rest is None:
-            joined = b"".join(bytes(frame) for frame in self.frames[1:] if type(frame) is not Lease)
-            self._rest = porter.kept(joined)
-        return self._rest
+        with self._joining:
+            if self._rest is None:
+                joined = b"".join(bytes(frame) for frame in self.frames[1:] if type(frame) is not Lease)
+                self._rest = porter.kept(joined)
+            return self._rest
 
 
 class _Mine:

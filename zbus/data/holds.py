@@ -104,6 +104,11 @@ class Holds:
         """An owner is gone, with all that it kept."""
         self._owners.pop(owner, None)
 
+    def owes(self, owner: Hashable) -> bool:
+        """Tell whether an owner must be told at once what is let go."""
+        known = self._owners.get(owner)
+        return known is not None and known.telling is None and bool(known.claims or known.numbers)
+
     @property
     def idle(self) -> bool:
         """Whether nothing is held and nothing has to be told."""

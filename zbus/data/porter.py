@@ -287,8 +287,12 @@ class Porter:
             if self._copied + nbytes > most or available - nbytes < total // 10:
                 return None
             self._copied += nbytes
-        copy = self._warm_memory().empty((nbytes,), "u1")
-        np.copyto(copy, np.frombuffer(data, np.uint8))  # without the interpreter's lock
+        try:
+            copy = self._warm_memory().empty((nbytes,), "u1")
+            np.copyto(copy, np.frombuffer(data, np.uint8))  # without the interpreter's lock
+        except BaseException:
+            self._ended.append(nbytes)
+            raise
 
         def ended(made: Offer) -> None:
             self._ended.append(nbytes)

@@ -6,6 +6,7 @@ the first handle, drops what belongs to holders that are gone, and the mappings 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,8 @@ from zbus.runtime.stopping import running, task_call
 from zbus.transport.client import Client, Peer, PeerState
 
 __all__ = ["Ask", "Asker", "WorkerRefs"]
+
+log = logging.getLogger("zbus.refs")
 
 _LOOK_S: Final = 0.1
 """How often whoever waits for an owner looks whether it is gone."""
@@ -238,10 +241,18 @@ class WorkerRefs:
             self._begun = True
 
     def _look_after(self) -> None:
+        steps = [self.desk.tick]
+        if isinstance(self._asker, Asker):
+            steps.append(self._asker.sweep)
+        failed = ""
         while not self._closing.wait(_TICK_S):
-            self.desk.tick()
-            if isinstance(self._asker, Asker):
-                self._asker.sweep()
+            for step in steps:
+                try:
+                    step()
+                except Exception as error:  # the records of processes may be unreadable for a while
+                    if repr(error) != failed:  # not once a second
+                        failed = repr(error)
+                        log.exception("what holders and owners that are gone have left could not be dropped")
 
     def close(self) -> None:
         """Stop the thread and close connections."""

@@ -208,3 +208,18 @@ def test_a_message_is_opened_later_without_anybody_waiting(porters):
     with pytest.raises(CodecError, match="offers nothing of that name"):  # one cannot come: all count as lost
         lost.result()
     reader.open_later(received(held), owner.reach, then).cancel()
+
+
+def test_a_copy_that_could_not_be_made_costs_no_room(porters, monkeypatch):
+    """No memory now: what it would have taken of the bound is there for the next."""
+    owner, reader = porters("here", most_copied=SIZE), porters("there")
+    data = np.ones(SIZE, np.uint8)
+    with monkeypatch.context() as patch:
+
+        def empty(*_):
+            raise MemoryError
+
+        patch.setattr(owner._warm_memory(), "empty", empty)
+        with pytest.raises(CodecError):
+            sent(owner, reader, data)
+    assert type(sent(owner, reader, data)[1]) is Offer
