@@ -31,6 +31,9 @@ LEASE_S: Final = 60.0
 """How long a silent holder keeps what it has, where the config does not say."""
 
 _GENERATION_BITS: Final = 63
+_DEAF_NS: Final = 5_000_000_000
+"""As ``RefStore`` has it; the thread that ticks does so once a second."""
+
 _AT_ONCE: Final = 256
 """Most values that one question to an owner is about."""
 
@@ -149,7 +152,7 @@ class Desk:
         self._now = clock.monotonic_ns
         self._lock = threading.Lock()
         most = porter.courier.room() // 2 if limit is None else limit
-        self._store = RefStore(random.SystemRandom().getrandbits(_GENERATION_BITS), most, int(lease_s * 1e9))
+        self._store = RefStore(random.SystemRandom().getrandbits(_GENERATION_BITS), most, int(lease_s * 1e9), _DEAF_NS)
 
     # -- keeping -------------------------------------------------------------------------------------------------------
 

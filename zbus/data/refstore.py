@@ -102,6 +102,7 @@ class RefStore:
         generation: Which store this is: random, so that handles of another are told apart.
         limit: Most bytes kept at once.
         lease_ns: How long a silent holder keeps what it has.
+        deaf_ns: A longer time between two ticks is no silence of the holders: nobody listened. None: any is.
     """
 
     #: by number: what is kept; ``total`` is the sum of its bytes
@@ -111,10 +112,12 @@ class RefStore:
     #: why values went that went lately
     gone: OrderedDict[int, str]
 
-    def __init__(self, generation: int, limit: int, lease_ns: int) -> None:
+    def __init__(self, generation: int, limit: int, lease_ns: int, deaf_ns: int | None = None) -> None:
         self.generation = generation
         self.limit = limit
         self.lease_ns = lease_ns
+        self.deaf_ns = deaf_ns
+        self._ticked_ns: int | None = None
         self.total = 0
         self.values = {}
         self.holders = {}
@@ -191,6 +194,11 @@ class RefStore:
 
     def tick(self, now_ns: int, is_over: Callable[[bytes], bool] = lambda _: False) -> Sequence[Held]:
         """Drop what belongs to holders that were silent for too long, or are over."""
+        gap_ns = 0 if self._ticked_ns is None else now_ns - self._ticked_ns
+        self._ticked_ns = now_ns
+        if self.deaf_ns is not None and gap_ns > self.deaf_ns:  # this process stood still, and has not read yet
+            for known in self.holders.values():
+                known.heard_ns = min(now_ns, known.heard_ns + gap_ns)
         dropped: list[Held] = []
         for holder, known in list(self.holders.items()):
             if holder == OWN:

@@ -63,6 +63,19 @@ def test_a_silent_holder_loses_what_it_has_and_one_that_is_heard_does_not():
     assert "silent" in kept.find(77, silent)
 
 
+def test_time_in_which_nobody_listened_is_no_silence():
+    """An owner that stood still reads the renewals after it wakes; silence before and after it counts."""
+    kept = RefStore(77, 1000, LEASE_NS, deaf_ns=30)
+    kept.tick(0)
+    number, _ = kept.put(b"a", 1, 10, "x", "f", 0)
+    assert kept.tick(20) == []
+
+    assert kept.tick(1020) == [], "it was stopped for 1000"
+    for now in (1050, 1080, 1100):
+        assert kept.tick(now) == []
+    assert numbers(kept.tick(1101)) == [number]
+
+
 def test_a_holder_that_is_over_loses_what_it_has():
     """Its farewell, or a newer controller in its place."""
     kept = store()
