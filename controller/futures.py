@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import operator
 import threading
 import time
@@ -245,9 +244,14 @@ class BatchFuture(Generic[T]):
         """Wait on the running loop until there is an answer or an error; cancelling it cancels the call."""
         await self._until(self._decided)
         for enough, patience_s in self._patience():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(patience_s):
-                    await self._until(enough)
+            try:
+                async with asyncio.timeout(patience_s):  # within it a cancel may be its own
+                    await self._placement.wait_async(enough)
+            except TimeoutError:
+                pass
+            except asyncio.CancelledError:
+                self.cancel()
+                raise
         if self._placement.is_late(self._call):  # their stacks are waited for here, where that blocks no loop
             await asyncio.to_thread(self._placement.find, self._call, _STACKS_S)
 

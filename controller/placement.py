@@ -47,6 +47,8 @@ _CREDIT_BYTES: Final = 1 << 20
 """Credit of a stream is given each so many items, or each so many bytes."""
 _OK: Final = OutcomeKind.OK
 _GONE: Final = ("worker_exit", "lease", "fenced", "disconnected")
+_LOST: Final = (OutcomeKind.UNKNOWN, OutcomeKind.NOT_EXECUTED)
+"""With such a reason: the worker is lost, whether or not its part is proved not to have begun."""
 
 
 class Placement:
@@ -264,8 +266,8 @@ class Placement:
                 return
             if outcome.kind is _OK:
                 pass
-            elif outcome.kind is OutcomeKind.UNKNOWN and outcome.reason in _GONE and self._lost_at is None:
-                self._lost_at = time.monotonic()
+            elif outcome.kind in _LOST and outcome.reason in _GONE:
+                self._lost_at = self._lost_at or time.monotonic()
             elif outcome.kind is OutcomeKind.APP_ERROR:
                 self._failed_at.setdefault(call, time.monotonic())
             watchers = tuple(self._watchers) if self._watchers else ()

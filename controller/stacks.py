@@ -126,8 +126,13 @@ class Stacks:
                 return
             self._pending.add(record.incarnation)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="zbus-stacks", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="zbus-stacks", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # no thread is to be had; who asks may hold the bus's lock, with outcomes to tell
+                    self._pending.discard(record.incarnation)
+                    return
+                self._thread = thread
         self._inbox.put(record)
 
     def get(self, incarnation: int, timeout_s: float = 2 * _TAKE_S) -> Dump | None:

@@ -55,12 +55,14 @@ class Arrivals:
         def look() -> float | None:
             if spec.incarnation not in self._looks:
                 return None
+            there = False
             with contextlib.suppress(RegistryError):
                 # Ranks do not write again: should the directory be made anew, who vouched puts the record back.
-                if records.vouch(spec.role, spec.rank, spec.incarnation):
-                    self._looks.pop(spec.incarnation, None)
-                    arrived(spec)
-                    return None
+                there = records.vouch(spec.role, spec.rank, spec.incarnation)
+            if there:
+                self._looks.pop(spec.incarnation, None)
+                arrived(spec)  # its own errors are not the registry's
+                return None
             if lives():
                 return _LOOK_S
             self._looks.pop(spec.incarnation, None)

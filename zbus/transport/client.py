@@ -483,6 +483,7 @@ class Client:
                     self.execute(lane, lane.machine.give_up(reason, evidence, now))
             peer.lost = (reason, evidence)
             peer.refresh()
+            self._stop_waiting(peer)
             return True
 
     def ping(self, peer: Peer, told: bytes | None = None) -> bool:
@@ -717,6 +718,8 @@ class Client:
         if effects:
             self.answering = header.attempt
             self.execute(lane, effects)
+        if lane.wanted:  # also a late answer, which has no effect, frees its place
+            self._make_room(lane)
         self.reactor.note_due(machine.due_ns)
 
     def arrives_later(self, lane: _Lane, header: Header, buffers: Buffers) -> bool:
@@ -868,11 +871,17 @@ class Client:
                     holds()
 
     def _make_room(self, lane: _Lane) -> None:
-        """Tell those who found a lane crowded, if there is room again."""
-        if lane.machine.roomy:
+        """Tell those who found a lane crowded, if there is room again, or nobody who would make any."""
+        if lane.machine.roomy or lane.link.peer.state is PeerState.DEAD:
             lane.wanted = False
             for watcher in tuple(self._room_watchers):
                 watcher()
+
+    def _stop_waiting(self, peer: Peer) -> None:
+        """Tell those who wait for room in the lanes of a dead peer: calls given up before have no end to tell them."""
+        for lane in peer.lanes.values():
+            if lane.wanted:
+                self._make_room(lane)
 
     def _gang(self, members: Sequence[Peer], lane_name: str, sink: Sink, deadline_ns: int | None) -> Sink:
         """Make the next request of each member's lane start together; return the sink to place it with."""
@@ -923,6 +932,7 @@ class Client:
                     history = None if journal is None or name == "ctl" else journal.lane(self.session, name)
                     self.execute(lane, lane.machine.on_dead(reason, evidence, history))
         peer.refresh()
+        self._stop_waiting(peer)
 
     def _tick(self, now: int) -> int:
         due = _NEVER

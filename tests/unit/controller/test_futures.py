@@ -215,6 +215,19 @@ def test_the_loss_of_a_worker_is_told_while_its_peers_hang():
     assert [error.rank for error in settled.value.exceptions] == [0, 2]
 
 
+def test_a_lost_worker_that_is_proved_not_to_have_begun_is_lost_too():
+    """Peers may wait for it in a collective all the same; what has not begun on them is cancelled."""
+    group, placer, _ = make_group(Actor, 2)
+    future = group.train.submit()
+    words = "killed by SIGKILL; the call was not started: the worker died before"
+    placer.requests[0].answer(Outcome(OutcomeKind.NOT_EXECUTED, None, "worker_exit", words))
+    with pytest.raises(BatchError) as caught:
+        future.result(timeout=20)
+    assert isinstance(caught.value.root, NotExecuted)
+    assert caught.value.late == {1: "running"}
+    assert placer.cancelled == placer.placed
+
+
 async def _awaited(future):
     return await future
 
@@ -548,6 +561,52 @@ def test_asyncio_timeout_works_on_a_call():
 
     asyncio.run(main())
     assert placer.cancelled
+
+
+def test_an_await_that_tells_of_a_failure_cancels_nothing():
+    """Only the caller's cancel is one: after a failure the others go on, as with a blocking call."""
+    group, placer, _ = make_group(Actor, 2)
+
+    async def main():
+        future = group.train.submit()
+        placer.requests[0].answer(raised(ValueError("root")))
+        with pytest.raises(BatchError) as caught:
+            await future
+        assert caught.value.late == {1: "running"}
+
+    asyncio.run(main())
+    assert placer.cancelled == []
+
+
+def test_a_quick_await_that_tells_of_a_failure_cancels_nothing():
+    """As above for one awaited call, whose future is made when it fails."""
+    group, placer, _ = make_group(Actor, 2)
+    placer.auto = lambda request: request.member or request.answer(raised(ValueError("root")))
+
+    async def main():
+        with pytest.raises(BatchError) as caught:
+            await group.train.aio()
+        assert caught.value.late == {1: "running"}
+
+    asyncio.run(main())
+    assert placer.cancelled == []
+
+
+def test_cancelling_an_await_after_a_failure_cancels_the_call():
+    """The caller's own cancel still counts while the others are given their moment."""
+    group, placer, _ = make_group(Actor, 2)
+
+    async def main():
+        future = group.train.submit()
+        placer.requests[0].answer(raised(ValueError("root")))
+        task = asyncio.ensure_future(_awaited(future))
+        await asyncio.sleep(0)  # the task runs up to its wait for the others
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert placer.cancelled == placer.placed
 
 
 def test_sync_calls_work_inside_a_running_loop_and_nested():

@@ -10,6 +10,7 @@ import pytest
 from waiting import wait_until
 from workers.arrivals import Arrivals
 from workers.background import Background
+from zbus.errors import RegistryError
 from zbus.registry.file import FileRegistry
 from zbus.registry.records import Records, WorkerRecord
 
@@ -66,3 +67,30 @@ def test_a_rank_that_has_ended_is_no_longer_looked_for(desk, monkeypatch):
     records.publish_worker(RECORD)
     arrivals.on_bell()
     assert arrived == []
+
+
+def test_an_error_of_who_is_told_is_not_taken_for_the_registrys(monkeypatch, tmp_path):
+    """The look itself passes over what the registry says; what the told one says is heard."""
+    monkeypatch.setattr("workers.arrivals._LOOK_S", 0.01)
+    heard: list[str] = []
+    records = Records(FileRegistry(tmp_path / "registry"))
+    records.publish_worker(RECORD)
+
+    class Now:
+        """Runs a job at once."""
+
+        def every(self, job):
+            try:
+                job()
+            except RegistryError as error:
+                heard.append(str(error))
+
+    def refuse(_spec):
+        raise RegistryError("told in vain")
+
+    arrivals = Arrivals(Now())
+    try:
+        arrivals.expect(SPEC, records, lambda: True, refuse)
+    finally:
+        arrivals.close()
+    assert heard == ["told in vain"]
