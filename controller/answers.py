@@ -8,7 +8,7 @@ from typing import Any
 from zbus.errors import ConfigError
 from zbus.ragged import Ragged
 
-__all__ = ["CollectError", "Empty", "kind_of", "library_of", "short"]
+__all__ = ["CollectError", "Empty", "kind_of", "library_of", "require_same_keys", "short"]
 
 Empty = Callable[[Sequence[int], Any], Any]
 """Makes an uninitialised numpy array of a shape and a dtype."""
@@ -33,6 +33,24 @@ def short(value: Any, limit: int = 60) -> str:
     except Exception:  # noqa: BLE001  # a repr of the user's that raises must not hide the message
         text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def require_same_keys(parts: Sequence[dict[Any, Any]], ranks: Sequence[int], cannot: str) -> None:
+    """Refuse dicts of several ranks whose keys differ.
+
+    Args:
+        parts: One dict of each rank.
+        ranks: Whose they are.
+        cannot: What they are refused for, as the error begins: "Concat cannot join dicts".
+
+    Raises:
+        CollectError: Some rank has other keys than the first.
+    """
+    for rank, part in zip(ranks, parts, strict=True):
+        if part.keys() != parts[0].keys():
+            odd = ", ".join(repr(key) for key in part.keys() ^ parts[0].keys())
+            msg = f"{cannot}: the keys of rank {rank} differ from those of rank {ranks[0]}: {odd}"
+            raise CollectError(msg)
 
 
 def kind_of(value: Any) -> str:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from controller.answers import CollectError, Empty, kind_of, library_of, short
+from controller.answers import CollectError, Empty, kind_of, library_of, require_same_keys, short
 from controller.dispatch import Plan
 from controller.reduction import reduce
 from zbus.codec import JoinedRef, Ref
@@ -208,11 +208,7 @@ def _join_dicts(
     path: str,
     empty: Empty | None,
 ) -> dict[Any, Any]:
-    for rank, part in zip(ranks, parts, strict=True):
-        if part.keys() != parts[0].keys():
-            odd = ", ".join(repr(key) for key in part.keys() ^ parts[0].keys())
-            msg = f"Concat cannot join dicts: the keys of rank {rank} differ from those of rank {ranks[0]}: {odd}"
-            raise CollectError(msg)
+    require_same_keys(parts, ranks, "Concat cannot join dicts")
     return {key: _join([part[key] for part in parts], ranks, shares, f"{path}[{key!r}]", empty) for key in parts[0]}
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Final
 
-from controller.answers import CollectError, Empty, library_of, short
+from controller.answers import CollectError, Empty, library_of, require_same_keys, short
 from zbus.engine import Reduce
 
 __all__ = ["reduce"]
@@ -128,11 +128,7 @@ def _dicts(
     path: str,
     empty: Empty | None,
 ) -> dict[Any, Any]:
-    for rank, part in zip(ranks, parts, strict=True):
-        if part.keys() != parts[0].keys():
-            odd = ", ".join(repr(key) for key in part.keys() ^ parts[0].keys())
-            msg = f"Reduce cannot take dicts together: the keys of rank {rank} differ from those of {ranks[0]}: {odd}"
-            raise CollectError(msg)
+    require_same_keys(parts, ranks, "Reduce cannot take dicts together")
     made = {}
     for key in parts[0]:
         column = [part[key] for part in parts]
