@@ -1,0 +1,41 @@
+"""What the two sides of RL post-training agree on: the contracts of engines, and what travels between them.
+
+Needs numpy only. ``TrainEngine`` and ``RolloutEngine`` declare the endpoints once; an engine fills in their hooks, and
+the controllers in ``controller.train`` and ``controller.rollout`` call the endpoints. Names are loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from zbus.rl.generation import Completion as Completion
+    from zbus.rl.generation import Sampling as Sampling
+    from zbus.rl.generation import VersionSpan as VersionSpan
+    from zbus.rl.rollout_engine import RolloutEngine as RolloutEngine
+    from zbus.rl.train_engine import TrainEngine as TrainEngine
+
+_HOMES: Final = {
+    "zbus.rl.generation": ("Completion", "Sampling", "VersionSpan"),
+    "zbus.rl.rollout_engine": ("RolloutEngine",),
+    "zbus.rl.train_engine": ("TrainEngine",),
+}
+_HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [*_HOME_OF]  # noqa: PLE0604  # computed from the one table; a test checks each name against its home
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its home on first use (PEP 562) and keep it."""
+    home = _HOME_OF.get(name)
+    if home is None:
+        msg = f"module 'zbus.rl' has no attribute {name!r}"
+        raise AttributeError(msg, name=name, obj=importlib.import_module(__name__))
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})
