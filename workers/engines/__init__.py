@@ -1,1 +1,1 @@
-"""Engines that zbus ships (a later part; nothing lives here yet)."""
+"""Engines that zbus ships, and what they share. Torch is imported where it is needed, never with these modules."""

@@ -1,4 +1,4 @@
-"""Engine classes by path: ``module:Class`` or ``file.py:Class``, from the job record, never from the wire.
+"""Engine classes, and what roles name: ``module:Name`` or ``file.py:Name``, from the job record, never from a call.
 
 Every failure is an ``EngineLoadError`` that names the path, what was found instead, and a near name.
 """
@@ -17,12 +17,12 @@ import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 from zbus.engine import EndpointSpec, Engine, endpoints_of, table_to_wire
 from zbus.errors import EngineLoadError
 
-__all__ = ["digest_of", "import_file", "load_engine"]
+__all__ = ["digest_of", "import_file", "load_engine", "load_object"]
 
 _OURS: Final = ("workers", "controller", "traceview", "zbus")
 _PRIVATE: Final = re.compile(r"^_zbus_file_\d+_")
@@ -38,24 +38,46 @@ def load_engine(path: str, *, base: Path | None = None) -> type[Engine]:
     Raises:
         EngineLoadError: Bad path, import failure (the user's traceback is a fact), no such class, or not an Engine.
     """
-    module_name, separator, class_name = path.rpartition(":")
-    if not separator or not module_name or not class_name.isidentifier():
-        msg = f"engine {path!r} is not `module:Class`"
-        raise EngineLoadError(msg, hint="write it as package.module:Class or file.py:Class")
-    module = _load_module(module_name, path, base)
-    found = getattr(module, class_name, None)
+    found = _load(path, "engine", "Class", base)
+    if not (isinstance(found, type) and issubclass(found, Engine)):
+        msg = f"engine {path!r} is not a subclass of zbus.Engine"
+        raise EngineLoadError(msg, hint="derive the class from zbus.Engine and mark its methods with @zbus.endpoint")
+    return found
+
+
+def load_object(path: str, what: str) -> Any:
+    """Import what the arguments of a role name: a model's factory, a loss, a workflow, a reward.
+
+    Args:
+        path: ``package.module:name`` or ``file.py:name``; a relative file is looked up in the current directory, then
+            in the directories of the import path, where the driver's own directory is.
+        what: What it is, for messages: ``model``, ``loss 'sft'``.
+
+    Raises:
+        EngineLoadError: As ``load_engine``.
+    """
+    file = path.rpartition(":")[0]
+    places = [Path.cwd(), *map(Path, sys.path)] if file.endswith(".py") else []
+    return _load(path, what, "name", next((place for place in places if (place / file).is_file()), None))
+
+
+def _load(path: str, what: str, kind: str, base: Path | None) -> Any:
+    module_name, separator, name = path.rpartition(":")
+    if not separator or not module_name or not name.isidentifier():
+        msg = f"{what} {path!r} is not `module:{kind}`"
+        raise EngineLoadError(msg, hint=f"write it as package.module:{kind} or file.py:{kind}")
+    module = _load_module(module_name, f"{what} {path!r}", base)
+    found = getattr(module, name, None)
     if found is None:
-        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
-        near = difflib.get_close_matches(class_name, classes, n=1)
-        msg = f"module {module_name!r} has no class {class_name!r} for engine {path!r}"
+        listed = [key for key, value in vars(module).items() if kind == "name" or isinstance(value, type)]
+        near = difflib.get_close_matches(name, listed, n=1)
+        sort = "class" if kind == "Class" else kind
+        msg = f"module {module_name!r} has no {sort} {name!r} for {what} {path!r}"
         raise EngineLoadError(
             msg,
             hint=f"did you mean `{module_name}:{near[0]}`?" if near else None,
             facts={"file": str(getattr(module, "__file__", "?")), **_clash(module_name, module)},
         )
-    if not (isinstance(found, type) and issubclass(found, Engine)):
-        msg = f"engine {path!r} is not a subclass of zbus.Engine"
-        raise EngineLoadError(msg, hint="derive the class from zbus.Engine and mark its methods with @zbus.endpoint")
     return found
 
 
@@ -74,32 +96,32 @@ def digest_of(cls: type[Engine], table: Mapping[str, EndpointSpec] | None = None
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _load_module(name: str, path: str, base: Path | None) -> ModuleType:
+def _load_module(name: str, label: str, base: Path | None) -> ModuleType:
     try:
         if name.endswith(".py"):
-            return _load_file(name, path, base)
+            return _load_file(name, label, base)
         return importlib.import_module(name)
     except EngineLoadError:
         raise
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            msg = f"engine {path!r}: there is no module {error.name!r}"
+            msg = f"{label}: there is no module {error.name!r}"
             raise EngineLoadError(
                 msg,
                 hint="set roles.<role>.cwd, or install the package where the workers run",
                 facts={"searched": ", ".join(entry or "." for entry in sys.path[:4]), **_clash_by_name(name)},
             ) from error
-        raise _import_failed(path, error) from error
+        raise _import_failed(label, error) from error
     except Exception as error:  # the user's module may raise anything while it is imported
-        raise _import_failed(path, error) from error
+        raise _import_failed(label, error) from error
     except SystemExit as error:
-        raise _import_failed(path, error) from error
+        raise _import_failed(label, error) from error
 
 
-def _load_file(name: str, path: str, base: Path | None) -> ModuleType:
+def _load_file(name: str, label: str, base: Path | None) -> ModuleType:
     file = (base or Path.cwd()) / name
     if not file.is_file():
-        msg = f"engine {path!r}: there is no file {str(file)!r}"
+        msg = f"{label}: there is no file {str(file)!r}"
         raise EngineLoadError(msg, hint="the path is relative to the configuration file, or to the current directory")
     file = file.resolve()
     if str(file.parent) not in sys.path:
@@ -139,11 +161,11 @@ def _names(stem: str) -> Iterator[str]:
         yield f"_zbus_file_{number}_{stem}"
 
 
-def _import_failed(path: str, error: BaseException) -> EngineLoadError:
+def _import_failed(label: str, error: BaseException) -> EngineLoadError:
     text = "".join(traceback.format_exception(error))
     frames = [line for line in text.splitlines() if "importlib" not in line]
     return EngineLoadError(
-        f"importing engine {path!r} failed: {type(error).__name__}: {error}",
+        f"importing {label} failed: {type(error).__name__}: {error}",
         hint="import the module in a Python shell in the same directory to see the failure",
         facts={"traceback": "\n".join(frames[-12:])},
     )
