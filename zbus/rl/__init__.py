@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from zbus.rl.generation import Completion as Completion
+    from zbus.rl.generation import Episode as Episode
     from zbus.rl.generation import Sampling as Sampling
     from zbus.rl.generation import VersionSpan as VersionSpan
     from zbus.rl.rollout_engine import RolloutEngine as RolloutEngine
     from zbus.rl.train_engine import TrainEngine as TrainEngine
 
 _HOMES: Final = {
-    "zbus.rl.generation": ("Completion", "Sampling", "VersionSpan"),
+    "zbus.rl.generation": ("Completion", "Episode", "Sampling", "VersionSpan"),
     "zbus.rl.rollout_engine": ("RolloutEngine",),
     "zbus.rl.train_engine": ("TrainEngine",),
 }

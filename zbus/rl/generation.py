@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from zbus.codec import register
 from zbus.errors import ConfigError
 
-__all__ = ["Completion", "Finish", "Sampling", "VersionSpan"]
+__all__ = ["Completion", "Episode", "Finish", "Sampling", "VersionSpan"]
 
 Finish = Literal["stop", "length", "abort"]
 """``stop``: an end token or a stop sequence; ``length``: a limit; ``abort``: cut off, what there was is kept."""
@@ -87,3 +87,18 @@ class Completion:
     def oldest(self) -> int | None:
         """The oldest version that made a token of it."""
         return min((span.version for span in self.versions), default=None)
+
+
+@register(tag="zbus.rl.Episode")
+class Episode(NamedTuple):
+    """What one episode at a worker came to.
+
+    Attributes:
+        value: What the workflow returned; None: it rejects the episode.
+        oldest: The version of the weights when it began; no token of it is older.
+        newest: The version when it ended.
+    """
+
+    value: Any
+    oldest: int
+    newest: int

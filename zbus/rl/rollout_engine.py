@@ -14,7 +14,7 @@ from typing import Any, Literal
 import zbus
 from zbus.engine import AnyOne, Everywhere, PerRank
 from zbus.errors import ConfigError
-from zbus.rl.generation import Completion, Sampling
+from zbus.rl.generation import Completion, Episode, Sampling
 
 __all__ = ["PauseMode", "RolloutEngine"]
 
@@ -43,9 +43,11 @@ class RolloutEngine(zbus.Engine):
         return await self.do_generate(prompt, sampling or Sampling())
 
     @zbus.endpoint(AnyOne(), effect="pure", lane="gen")
-    async def run_episode(self, workflow: str, data: Any) -> Any:
-        """Run one episode of a workflow that this role declares; None: the workflow rejects it."""
-        return await self.do_episode(workflow, data)
+    async def run_episode(self, workflow: str, data: Any) -> Episode:
+        """Run one episode of a workflow that this role declares."""
+        oldest = self._version
+        value = await self.do_episode(workflow, data)
+        return Episode(value, oldest, self._version)
 
     # -- pausing -----------------------------------------------------------------------------------------------------
 
@@ -177,7 +179,7 @@ class RolloutEngine(zbus.Engine):
         raise NotImplementedError
 
     async def do_episode(self, workflow: str, data: Any) -> Any:
-        """Run one episode of a declared workflow; on the worker's loop, many at once."""
+        """Run one episode of a declared workflow; on the worker's loop, many at once. None: the workflow rejects it."""
         raise NotImplementedError
 
     def do_stream(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[tuple[int, float]]:
