@@ -15,11 +15,13 @@ if TYPE_CHECKING:
     from zbus.rl.generation import Sampling as Sampling
     from zbus.rl.generation import VersionSpan as VersionSpan
     from zbus.rl.rollout_engine import RolloutEngine as RolloutEngine
+    from zbus.rl.stats import Stats as Stats
     from zbus.rl.train_engine import TrainEngine as TrainEngine
 
 _HOMES: Final = {
     "zbus.rl.generation": ("Completion", "Episode", "Sampling", "VersionSpan"),
     "zbus.rl.rollout_engine": ("RolloutEngine",),
+    "zbus.rl.stats": ("Stats",),
     "zbus.rl.train_engine": ("TrainEngine",),
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
