@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from zbus.rl.rollout_engine import RolloutEngine as RolloutEngine
     from zbus.rl.stats import Stats as Stats
     from zbus.rl.train_engine import TrainEngine as TrainEngine
+    from zbus.rl.weights import TensorInfo as TensorInfo
 
 _HOMES: Final = {
     "zbus.rl.generation": ("Completion", "Episode", "Sampling", "VersionSpan"),
     "zbus.rl.rollout_engine": ("RolloutEngine",),
     "zbus.rl.stats": ("Stats",),
     "zbus.rl.train_engine": ("TrainEngine",),
+    "zbus.rl.weights": ("TensorInfo",),
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
 

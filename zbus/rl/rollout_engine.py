@@ -75,29 +75,37 @@ class RolloutEngine(zbus.Engine):
     # -- weights -----------------------------------------------------------------------------------------------------
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="idempotent")
-    def update_weights(self, tensors: Mapping[str, Any], version: int, digest: str) -> str:
-        """Take tensors by name (in most cases a ``Ref``: they are mapped, not sent), all or the changed ones.
+    def update_weights(self, pieces: Sequence[Mapping[str, Any]], version: int, digest: str) -> str:
+        """Take tensors from memory: pieces (in most cases one ``Ref``, which is mapped, not sent), in order.
+
+        Args:
+            pieces: Each ``{"manifest", "data"}`` as ``TrainEngine.publish_weights`` makes it, all tensors or some.
+            version: What the weights are called afterwards.
+            digest: What *all* weights must hash to afterwards.
 
         Returns:
             The digest of all weights afterwards; it equals ``digest``, or the engine is torn and refuses to resume.
         """
-        return self._take("memory", version, digest, lambda: self.do_update(tensors))
+        return self._take("memory", version, digest, lambda: self.do_update(pieces))
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="idempotent")
-    def load_weights(self, path: str, version: int, digest: str) -> str:
-        """Take all weights from a directory of safetensors; returns and refuses as ``update_weights``."""
-        return self._take(path, version, digest, lambda: self.do_load(path))
+    def load_weights(self, paths: Sequence[str], version: int, digest: str) -> str:
+        """Take tensors from directories of safetensors, in order; returns and refuses as ``update_weights``."""
+        return self._take(", ".join(paths), version, digest, lambda: self.do_load(paths))
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="once", start="together")
-    def receive_weights(self, manifest: Sequence[Sequence[Any]], version: int, digest: str) -> str:
-        """Take tensors broadcast over the weights group in the order of ``manifest`` (name, dtype, shape)."""
-        return self._take("group", version, digest, lambda: self.do_receive(manifest))
+    def receive_weights(self, name: str, manifest: Sequence[Sequence[Any]], version: int, digest: str) -> str:
+        """Take tensors broadcast over a weights group in the order of ``manifest``; returns as ``update_weights``."""
+        return self._take(f"group {name}", version, digest, lambda: self.do_receive(name, manifest))
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="once")
     def join_weights_group(
         self, name: str, host: str, port: int, first_rank: int, world_size: int, backend: str, timeout_s: float
     ) -> None:
-        """Join the group that weights are broadcast in; this rank's number there is ``first_rank`` plus its own."""
+        """Join the group that weights are broadcast in, as its rank ``first_rank``; blocks until all have joined.
+
+        An engine of several processes takes the ranks from ``first_rank`` on.
+        """
         self.do_join(name, host, port, first_rank, world_size, backend, timeout_s)
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="idempotent")
@@ -161,8 +169,12 @@ class RolloutEngine(zbus.Engine):
 
     def _take(self, source: str, version: int, digest: str, change: Any) -> str:
         self._need_pause("an update of the weights")
-        self._torn = f"an update to version {version} from {source} did not end"
-        change()
+        before, self._torn = self._torn, f"an update to version {version} from {source} did not end"
+        try:
+            change()
+        except ConfigError:  # refused before the first write
+            self._torn = before
+            raise
         found = self.do_digest()
         if found != digest:
             self._torn = f"version {version} from {source} has digest {found}, not {digest}"
@@ -198,12 +210,17 @@ class RolloutEngine(zbus.Engine):
         """End all running requests with what they have."""
         raise NotImplementedError
 
-    def do_update(self, tensors: Mapping[str, Any]) -> None:
-        """Copy tensors into the model by name; unknown names and other shapes are refused before the first copy."""
+    def do_update(self, pieces: Sequence[Mapping[str, Any]]) -> None:
+        """Copy tensors into the model by name, one piece after the other.
+
+        Raises:
+            ConfigError: A name is unknown or a shape differs. Only raised before the first copy: the weights are as
+                they were. Any other error leaves the engine torn.
+        """
         raise NotImplementedError
 
-    def do_load(self, path: str) -> None:
-        """Load a directory of safetensors into the model."""
+    def do_load(self, paths: Sequence[str]) -> None:
+        """Load directories of safetensors into the model, refusing as ``do_update``."""
         raise NotImplementedError
 
     def do_join(
@@ -216,12 +233,12 @@ class RolloutEngine(zbus.Engine):
         """Leave it."""
         raise NotImplementedError
 
-    def do_receive(self, manifest: Sequence[Sequence[Any]]) -> None:
-        """Receive broadcasts in the order of the manifest into the model."""
+    def do_receive(self, name: str, manifest: Sequence[Sequence[Any]]) -> None:
+        """Receive broadcasts of a group in the order of the manifest into the model."""
         raise NotImplementedError
 
     def do_digest(self) -> str:
-        """Return the digest of all weights, as ``zbus.rl.weights.digest`` defines it."""
+        """Return the digest of all weights, as ``zbus.rl.weights`` defines it, in the dtypes they last came in."""
         raise NotImplementedError
 
     def do_version(self, version: int) -> None:

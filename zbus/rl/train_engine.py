@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import zbus
-from zbus.engine import Concat, Everywhere, First, PerRank, Same, Split
+from zbus.engine import Concat, Everywhere, First, PerRank, RankZero, Same, Split
 
 __all__ = ["TrainEngine"]
 
@@ -120,38 +120,45 @@ class TrainEngine(zbus.Engine):
     # -- weights for generation --------------------------------------------------------------------------------------
 
     @zbus.endpoint(Everywhere(), collect=First(), effect="idempotent", start="together")
-    def publish_weights(self, dtype: str | None = None, changed_only: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002  # as it is called
-        """Gather the weights on rank 0 and keep them there.
+    def publish_weights(self, dtype: str | None = None, since: str | None = None, keep: bool = True) -> dict[str, Any]:  # noqa: FBT001, FBT002  # as it is called
+        """Gather the weights on rank 0: what ``save_weights``, ``broadcast_weights`` and the ``Ref`` then give away.
+
+        Args:
+            dtype: Bare torch name to cast floating-point tensors to; None: as they are.
+            since: Digest of an earlier publication: only what has changed since is published, if it was the last one
+                and in the same dtype; else all.
+            keep: Keep them in shared memory for others, as a ``Ref``.
 
         Returns:
-            Of rank 0: ``ref`` (a ``Ref`` to tensors by name), ``manifest`` (name, dtype, shape of each), ``digest`` of
-            *all* weights in that dtype, ``nbytes``; None on other ranks.
+            Of rank 0: ``manifest`` (``zbus.rl.weights``), ``digest`` of *all* weights in that dtype, ``full`` (whether
+            the manifest holds all of them), ``nbytes``, and ``ref``: a ``Ref`` to ``{"manifest", "data"}``, ``data``
+            being the one buffer that the manifest describes, or None. None on other ranks.
         """
-        return self.do_publish_weights(dtype, changed_only)
+        return self.do_publish_weights(dtype, since, keep)
 
-    @zbus.endpoint(Everywhere(), collect=First(), effect="idempotent", start="together")
-    def save_weights(self, path: str, dtype: str | None = None) -> dict[str, Any]:
-        """Write the weights to a new directory of safetensors, or nothing; returns ``digest`` and ``nbytes``."""
-        return self.do_save_weights(path, dtype)
+    @zbus.endpoint(RankZero(), effect="idempotent")
+    def save_weights(self, path: str) -> dict[str, Any]:
+        """Write what was published last to a new directory of safetensors, whole or not at all; returns ``nbytes``."""
+        return self.do_save_weights(path)
 
-    @zbus.endpoint(Everywhere(), collect=First(), effect="once", start="together")
-    def prepare_broadcast(self, dtype: str | None = None, changed_only: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002  # as it is called
-        """Gather the weights on rank 0 for ``broadcast_weights``; returns ``manifest`` and ``digest``."""
-        return self.do_prepare_broadcast(dtype, changed_only)
+    @zbus.endpoint(RankZero(), effect="pure")
+    def weights_address(self) -> dict[str, Any]:
+        """Tell ``host`` and ``port`` (extra port 0 of rank 0) of the store at which a weights group meets."""
+        return self.do_weights_address()
 
-    @zbus.endpoint(Everywhere(), collect=PerRank(), effect="once")
+    @zbus.endpoint(RankZero(), effect="once")
     def join_weights_group(self, name: str, world_size: int, backend: str, timeout_s: float) -> None:
-        """Rank 0 joins the weights group as its rank 0, on its extra port 0; others do nothing."""
+        """Join a weights group as its rank 0, hosting its store; blocks until all have joined."""
         self.do_join(name, world_size, backend, timeout_s)
 
-    @zbus.endpoint(Everywhere(), collect=PerRank(), effect="idempotent")
+    @zbus.endpoint(RankZero(), effect="idempotent")
     def leave_weights_group(self, name: str) -> None:
         """Leave it; harmless where it was not joined."""
         self.do_leave(name)
 
-    @zbus.endpoint(Everywhere(), collect=PerRank(), effect="once")
+    @zbus.endpoint(RankZero(), effect="once")
     def broadcast_weights(self, name: str) -> None:
-        """Rank 0 broadcasts what it prepared; others do nothing."""
+        """Broadcast what was published last, in the order of its manifest."""
         self.do_broadcast(name)
 
     # -- hooks -------------------------------------------------------------------------------------------------------
@@ -214,20 +221,20 @@ class TrainEngine(zbus.Engine):
         """Tell memory in use."""
         return {}
 
-    def do_publish_weights(self, dtype: str | None, changed_only: bool) -> dict[str, Any]:  # noqa: FBT001  # a hook mirrors its endpoint
+    def do_publish_weights(self, dtype: str | None, since: str | None, keep: bool) -> dict[str, Any]:  # noqa: FBT001  # a hook mirrors its endpoint
         """Gather and keep."""
         raise NotImplementedError
 
-    def do_save_weights(self, path: str, dtype: str | None) -> dict[str, Any]:
-        """Gather and write."""
+    def do_save_weights(self, path: str) -> dict[str, Any]:
+        """Write what was published."""
         raise NotImplementedError
 
-    def do_prepare_broadcast(self, dtype: str | None, changed_only: bool) -> dict[str, Any]:  # noqa: FBT001  # a hook mirrors its endpoint
-        """Gather."""
+    def do_weights_address(self) -> dict[str, Any]:
+        """Tell where a weights group meets."""
         raise NotImplementedError
 
     def do_join(self, name: str, world_size: int, backend: str, timeout_s: float) -> None:
-        """Join the weights group."""
+        """Join a weights group as its rank 0."""
         raise NotImplementedError
 
     def do_leave(self, name: str) -> None:
@@ -235,5 +242,5 @@ class TrainEngine(zbus.Engine):
         raise NotImplementedError
 
     def do_broadcast(self, name: str) -> None:
-        """Broadcast."""
+        """Broadcast what was published."""
         raise NotImplementedError
