@@ -206,7 +206,7 @@ def _write(path: Path, data: bytes) -> None:
 @output_options
 @click.pass_context
 def report(context: click.Context, /, inputs: tuple[str, ...], **options: Any) -> None:
-    """Write one self-contained page: summary, stragglers, critical path, timeline, sessions."""
+    """Write one self-contained page: summary, metrics, stragglers, critical path, timeline, sessions."""
     as_json, quiet = modes(context, options)
     problems = ledger(quiet=quiet)
     with errors(as_json=as_json):
@@ -226,6 +226,7 @@ def _default_report(inputs: tuple[str, ...]) -> Path:
 
 
 def _report(inputs: tuple[str, ...], problems: Problems, options: dict[str, Any], *, quiet: bool) -> bytes:
+    from traceview.curves import FILE, read_metrics
     from traceview.problems import InputError, Problems
     from traceview.report import report_page
     from traceview.sessions import read_sessions
@@ -235,7 +236,9 @@ def _report(inputs: tuple[str, ...], problems: Problems, options: dict[str, Any]
         rollouts = read_sessions(inputs, Problems())
     except InputError:
         rollouts = []
-    return report_page(found, problems, rollouts, title=options.get("title", "")).encode("utf-8", "replace")
+    curves = read_metrics(Path(inputs[0]) / FILE, problems) if Path(inputs[0]).is_dir() else {}
+    page = report_page(found, problems, rollouts, title=options.get("title", ""), curves=curves)
+    return page.encode("utf-8", "replace")
 
 
 @click.command()

@@ -35,6 +35,8 @@ svg text{fill:#475467}
 .key span{display:inline-block;margin-right:14px}
 .key i{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:5px;vertical-align:-1px}
 .more{color:var(--dim);font-size:12px}
+.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(320px,1fr));gap:14px 18px}
+figure{margin:0}
 """
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d", "#ff9da6")
 _FIXED = {"idle": "#d7dce4", "rpc": "#a9b4c4", "generate": "#4c78a8", "reward": "#f58518", "toolcall": "#54a24b"}

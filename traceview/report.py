@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
+from traceview.curves import FILE, Curve, charts
 from traceview.page import bars, cards, colour, histogram, legend, page, section, table
 from traceview.problems import Problems
 from traceview.sessions import Session, summarise
@@ -31,11 +32,22 @@ def duration(us: float) -> str:
     return f"{us / 1e6:.2f} s"
 
 
-def report_page(found: Survey, problems: Problems, sessions: Sequence[Session], *, title: str = "") -> str:
-    """Return the report as HTML."""
+def report_page(
+    found: Survey,
+    problems: Problems,
+    sessions: Sequence[Session],
+    *,
+    title: str = "",
+    curves: Mapping[str, Curve] | None = None,
+) -> str:
+    """Return the report as HTML; ``curves`` are the run's own metrics over its steps."""
     first, last = found.window
     late = stragglers(found)
     parts = [_summary(found, problems, len(late))]
+    if drawn := charts(curves or {}):
+        parts.append(
+            section("Metrics", f"over the steps, as {FILE} has them; the newest value stands on the right", drawn)
+        )
     rows: list[Sequence[Any]] = [
         (s.rank, f"{s.lost_s:.3f} s", f"{s.units} of {s.of}", s.where, f"{s.factor:.2f}x", s.why, s.detail)
         for s in late

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 G2P = Path(__file__).resolve().parents[3] / "examples" / "g2p"
-_MODULES = ("data", "model", "training", "engines", "sft")
+_MODULES = ("data", "model", "training", "engines", "sft", "rewards", "spelling", "losses", "grpo")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,3 +35,11 @@ def data() -> ModuleType:
 def words(data: ModuleType):
     """Give the whole dictionary: (training words, held-out words)."""
     return data.load()
+
+
+@pytest.fixture(scope="module")
+def rewards() -> ModuleType:
+    """Give the example's ``rewards`` module."""
+    import rewards
+
+    return rewards
