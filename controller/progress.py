@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-__all__ = ["MODES", "Bar", "Progress", "open_progress"]
+__all__ = ["MODES", "Bar", "Mode", "Progress", "open_progress", "short"]
 
 Mode = Literal["auto", "bar", "plain", "json", "none"]
 MODES: Final = ("auto", "bar", "plain", "json", "none")
@@ -153,10 +153,11 @@ class Bar:
 
 
 def _shown(fields: Mapping[str, Any]) -> list[str]:
-    return [f"{clean(str(key))} {_short(value)}" for key, value in fields.items()]
+    return [f"{clean(str(key))} {short(value)}" for key, value in fields.items()]
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Return a value as a few characters: numbers in four digits, text cut and made harmless. Never raises."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         return clean(str(value))[:40]
     try:

@@ -35,8 +35,8 @@ orderly stop too, with 143.
 
 - `job.yaml` or `job.toml`: a config whose `target:` names the driver, `file.py:function` relative to the config, or
   `module:function`. The roles are launched first; the function gets a `run` with `bus`, `config` (the `params`
-  section), `resume`, `trial_dir` and `progress(total, text)`; the mapping it returns becomes the metrics in
-  `summary.json`.
+  section), `resume`, `trial_dir`, `progress(total, text)` and `table(columns, total, text)`; the mapping it returns
+  becomes the metrics in `summary.json`.
 - `module:function` or `file.py:function`: the same, with the roles from `-c FILE`.
 - `script.py`: run as `python script.py` would. A `Controller.launch` in it obeys the options of this command.
 

@@ -8,13 +8,14 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from controller.console import Console, shown
 from controller.context import RunContext, running
+from controller.livetable import LiveTable, open_table
 from controller.progress import Progress, open_progress
 from controller.render import error_json, exit_code_of, render_error
 from controller.report import Summary, merge_traces, plain_data
@@ -73,16 +74,27 @@ class Run:
         trial_dir: Paths of the trial.
     """
 
-    def __init__(self, bus: Controller, context: RunContext, progress: Callable[[float | None, str], Progress]) -> None:
+    def __init__(
+        self,
+        bus: Controller,
+        context: RunContext,
+        progress: Callable[[float | None, str], Progress],
+        table: Callable[[Sequence[str], int | None, str], LiveTable],
+    ) -> None:
         self.bus = bus
         self.config: dict[str, Any] = context.config.params
         self.resume = context.resume
         self.trial_dir: TrialDir = bus.trial
         self._progress = progress
+        self._table = table
 
     def progress(self, total: float | None = None, text: str = "") -> Progress:
         """Return a progress line: ``with run.progress(100, "train") as bar: bar.update(1, loss=0.3)``."""
         return self._progress(total, text)
+
+    def table(self, columns: Sequence[str], total: int | None = None, text: str = "step") -> LiveTable:
+        """Return a table of steps: ``with run.table(["loss"], 100, "train") as table: table.row(step, loss=0.3)``."""
+        return self._table(columns, total, text)
 
 
 def execute(options: RunOptions, console: Console) -> int:
@@ -176,7 +188,7 @@ class _Execution:
             msg = f"no roles are configured for {self._target.text}"
             raise ConfigError(msg, hint="name them in a config: -c FILE, or roles.actor.engine=package.module:Class")
         bus = self._launch()
-        return _metrics(call_driver(driver, Run(bus, self._context, self._open_progress)))
+        return _metrics(call_driver(driver, Run(bus, self._context, self._open_progress, self._open_table)))
 
     def _launch(self) -> Controller:
         from controller.controller import Controller
@@ -205,6 +217,9 @@ class _Execution:
 
     def _open_progress(self, total: float | None, text: str) -> Progress:
         return open_progress(self._console, self._options.progress, total, text)
+
+    def _open_table(self, columns: Sequence[str], total: int | None, text: str) -> LiveTable:
+        return open_table(self._console, self._options.progress, columns, total, text)
 
     def _trial_made(self, trial: TrialDir) -> None:
         """Announce the trial, keep the resolved config, and start its log."""

@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from controller import livetable as livetable_module
 from controller import progress as progress_module
 from controller.console import Console
+from controller.livetable import open_table
 from controller.progress import open_progress
 from controller.report import MergeResult, Summary, merge_traces, plain_data
 from zbus.config import TrialDir
@@ -70,6 +72,47 @@ def test_quiet_shows_no_progress(console):
     with open_progress(console, "auto", 5, "train") as bar:
         bar.update(5)
     assert console.stderr.getvalue() == ""
+
+
+def test_a_table_without_a_terminal_is_a_row_at_intervals_and_the_last_one(console, monkeypatch):
+    """The heads stand once; a row comes per ten seconds; the last step is always shown, in its columns."""
+    now = [100.0]
+    monkeypatch.setattr(livetable_module.time, "monotonic", lambda: now[0])
+    with open_table(console, "auto", ["reward", "who waits"], 25, "grpo") as table:
+        for step in range(25):
+            table.row(step, reward=step / 7, other=1, **{"who waits": "train\x1b[2J 3%"})
+            now[0] += 1
+    lines = [line.split() for line in console.stderr.getvalue().splitlines()]
+    assert lines[0] == ["grpo", "reward", "who", "waits"]
+    assert [line[0] for line in lines[1:]] == ["1/25", "11/25", "21/25", "25/25"]
+    assert lines[-1][1] == "3.429"
+    assert "\x1b" not in console.stderr.getvalue()
+    assert "other" not in console.stderr.getvalue()
+
+
+def test_a_table_on_a_terminal_keeps_its_newest_rows(console):
+    """Redrawn in place: of 20 rows the last eight are in the final picture, markup is text."""
+    with open_table(console, "bar", ["[red]loss"], None, "sft") as table:
+        for step in range(20):
+            table.row(step, **{"[red]loss": step})
+    picture = console.stderr.getvalue().split("sft")[-1]
+    assert [line.split() for line in picture.splitlines() if line.strip()[:1].isdigit()] == [
+        [str(step + 1), str(step)] for step in range(12, 20)
+    ]
+    assert "[red]loss" in picture
+
+
+def test_a_table_as_json_is_progress(console):
+    """--progress json tells each step's values as progress lines, and quiet shows none."""
+    with open_table(console, "json", ["loss"], 4, "sft") as table:
+        table.row(0, loss=2.0)
+        table.row(3, loss=0.5)
+    last = json.loads(console.stderr.getvalue().splitlines()[-1])
+    assert (last["done"], last["total"], last["fields"]) == (4, 4, {"loss": 0.5})
+    quiet = Console(verbosity=-1, _stdout=io.StringIO(), _stderr=io.StringIO())
+    with open_table(quiet, "auto", ["loss"], 4, "sft") as table:
+        table.row(0, loss=2.0)
+    assert quiet.stderr.getvalue() == ""
 
 
 def test_metrics_of_any_kind_become_json():
