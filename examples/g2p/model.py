@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name every torch reader expects
@@ -23,18 +25,23 @@ class Block(nn.Module):
         self.norm_feed = nn.LayerNorm(width)
         self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: Any = None, layer: int = 0) -> Tensor:
         """Map ``[batch, seq, width]`` to the same shape; a place sees itself and what is left of it."""
         batch, length, width = x.shape
         qkv = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if cache is None:
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            mixed = cache.attend(layer, query, key, value)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.feed(self.norm_feed(x))
 
 
 class G2P(nn.Module):
     """Next-token model over letters and phonemes. Rows are padded on the right, which causal attention never sees."""
+
+    max_length = WIDTH
 
     def __init__(self, width: int = 96, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -45,11 +52,17 @@ class G2P(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.apply(_initialise)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map tokens ``[batch, seq]`` int64 to logits ``[batch, seq, VOCABULARY]``."""
-        x = self.token(tokens) + self.place.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
+    def forward(self, tokens: Tensor, cache: Any = None) -> Tensor:
+        """Map tokens ``[batch, seq]`` int64 to logits ``[batch, seq, VOCABULARY]``.
+
+        Args:
+            tokens: Whole rows; with a cache, what follows the tokens that it has seen.
+            cache: Keys and values of earlier tokens, as a generation engine hands it in.
+        """
+        places = self.place.weight[: tokens.shape[1]] if cache is None else self.place(cache.positions)
+        x = self.token(tokens) + places
+        for layer, block in enumerate(self.blocks):
+            x = block(x, cache, layer)
         return self.head(self.norm(x))
 
 

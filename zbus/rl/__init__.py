@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from zbus.rl.stats import Stats as Stats
     from zbus.rl.train_engine import TrainEngine as TrainEngine
     from zbus.rl.weights import TensorInfo as TensorInfo
+    from zbus.rl.workflow import EpisodeEngine as EpisodeEngine
+    from zbus.rl.workflow import Workflow as Workflow
 
 _HOMES: Final = {
     "zbus.rl.generation": ("Completion", "Episode", "Sampling", "VersionSpan"),
@@ -25,6 +27,7 @@ _HOMES: Final = {
     "zbus.rl.stats": ("Stats",),
     "zbus.rl.train_engine": ("TrainEngine",),
     "zbus.rl.weights": ("TensorInfo",),
+    "zbus.rl.workflow": ("EpisodeEngine", "Workflow"),
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
 

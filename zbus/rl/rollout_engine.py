@@ -7,8 +7,9 @@ prefixes is dropped before the next token.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from typing import Any, Literal
 
 import zbus
@@ -41,6 +42,15 @@ class RolloutEngine(zbus.Engine):
     async def generate(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Completion:
         """Answer one prompt of token ids."""
         return await self.do_generate(prompt, sampling or Sampling())
+
+    @zbus.endpoint(AnyOne(), effect="pure", lane="gen")
+    async def generate_stream(
+        self, prompt: Sequence[int], sampling: Sampling | None = None
+    ) -> AsyncIterator[tuple[int, float]]:
+        """Answer one prompt: each token and its log-probability as it is made."""
+        async with contextlib.aclosing(self.do_stream(prompt, sampling or Sampling())) as tokens:
+            async for token in tokens:
+                yield token
 
     @zbus.endpoint(AnyOne(), effect="pure", lane="gen")
     async def run_episode(self, workflow: str, data: Any) -> Episode:
@@ -79,7 +89,7 @@ class RolloutEngine(zbus.Engine):
         """Take tensors from memory: pieces (in most cases one ``Ref``, which is mapped, not sent), in order.
 
         Args:
-            pieces: Each ``{"manifest", "data", "full"}`` as ``TrainEngine.publish_weights`` makes it.
+            pieces: Each ``{"manifest", "data"}`` as ``TrainEngine.publish_weights`` makes it, all tensors or some.
             version: What the weights are called afterwards.
             digest: What *all* weights must hash to afterwards.
 
@@ -94,24 +104,9 @@ class RolloutEngine(zbus.Engine):
         return self._take(", ".join(paths), version, digest, lambda: self.do_load(paths))
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="once", start="together")
-    def receive_weights(
-        self,
-        name: str,
-        manifest: Sequence[Sequence[Any]],
-        version: int,
-        digest: str,
-        full: bool = True,  # noqa: FBT001, FBT002  # as it is called
-    ) -> str:
-        """Take tensors broadcast over a weights group in the order of ``manifest``; returns as ``update_weights``.
-
-        Args:
-            name: Of the group.
-            manifest: What comes.
-            version: What the weights are called afterwards.
-            digest: What *all* weights must hash to afterwards.
-            full: Whether the manifest holds all tensors of the model.
-        """
-        return self._take(f"group {name}", version, digest, lambda: self.do_receive(name, manifest, full))
+    def receive_weights(self, name: str, manifest: Sequence[Sequence[Any]], version: int, digest: str) -> str:
+        """Take tensors broadcast over a weights group in the order of ``manifest``; returns as ``update_weights``."""
+        return self._take(f"group {name}", version, digest, lambda: self.do_receive(name, manifest))
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="once")
     def join_weights_group(
@@ -132,7 +127,7 @@ class RolloutEngine(zbus.Engine):
     def weights(self) -> dict[str, Any]:
         """Tell ``version``, ``digest`` (of what is in memory, computed anew), ``torn`` and ``paused``."""
         return {
-            "version": self._version, "digest": self.do_digest(anew=True), "torn": self._torn, "paused": self._paused,
+            "version": self._version, "digest": self.do_digest(), "torn": self._torn, "paused": self._paused,
         }  # fmt: skip
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure")
@@ -190,7 +185,7 @@ class RolloutEngine(zbus.Engine):
         except ConfigError:  # refused before the first write
             self._torn = before
             raise
-        found = self.do_digest(anew=False)
+        found = self.do_digest()
         if found != digest:
             self._torn = f"version {version} from {source} has digest {found}, not {digest}"
             return found
@@ -209,7 +204,7 @@ class RolloutEngine(zbus.Engine):
         """Run one episode of a declared workflow; on the worker's loop, many at once. None: the workflow rejects it."""
         raise NotImplementedError
 
-    def do_stream(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[tuple[int, float]]:
+    def do_stream(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[tuple[int, float], None]:
         """Yield each token of an answer and its log-probability as they are made."""
         raise NotImplementedError
 
@@ -248,16 +243,12 @@ class RolloutEngine(zbus.Engine):
         """Leave it."""
         raise NotImplementedError
 
-    def do_receive(self, name: str, manifest: Sequence[Sequence[Any]], full: bool) -> None:  # noqa: FBT001  # a hook mirrors its endpoint
-        """Receive broadcasts of a group in the order of the manifest into the model, refusing as ``do_update``."""
+    def do_receive(self, name: str, manifest: Sequence[Sequence[Any]]) -> None:
+        """Receive broadcasts of a group in the order of the manifest into the model."""
         raise NotImplementedError
 
-    def do_digest(self, anew: bool) -> str:  # noqa: FBT001  # called by this class alone
-        """Return the digest of all weights, as ``zbus.rl.weights`` defines it, in the dtypes they last came in.
-
-        Args:
-            anew: Hash all of them, not only what was written since.
-        """
+    def do_digest(self) -> str:
+        """Return the digest of all weights, as ``zbus.rl.weights`` defines it, in the dtypes they last came in."""
         raise NotImplementedError
 
     def do_version(self, version: int) -> None:

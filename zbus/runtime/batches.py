@@ -67,11 +67,8 @@ class BatchHost(Owner, Protocol):
     def refused(self, request: Execute, index: int, now: int) -> bool:
         """Answer a call that is not to begin any more, and say so."""
 
-    def fail(
-        self, request: Execute, index: int, method: Any, error: BaseException, started: int, decoded: int, *,
-        begun: bool = True,
-    ) -> None:  # fmt: skip
-        """Answer a call that raised, or (not ``begun``) could not be started."""
+    def fail(self, request: Execute, index: int, method: Any, error: BaseException, started: int, decoded: int) -> None:
+        """Answer a call that raised."""
 
     def encode_answer(self, request: Execute, value: Any) -> list[Buffer]:
         """Return the frames of an answer."""
@@ -142,8 +139,7 @@ def run_batch(  # noqa: C901, PLR0915  # hot path: one loop, in which every furt
             except BaseException as error:  # whatever a method raises is its call's outcome  # noqa: BLE001
                 if ring.has_begun(seq):
                     ring.raised(seq)
-                begun = type(method) is str and method in known
-                host.fail(request, index, method, error, started, decoded, begun=begun)
+                host.fail(request, index, method, error, started, decoded)
                 if request.strict:
                     _skip(holding, request, index + 1)
                     break

@@ -1,0 +1,78 @@
+"""Small models for the tests of generation."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+VOCABULARY = 23
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int, shared: int) -> None:
+        super().__init__()
+        self.heads, self.shared, self.size = heads, shared, width // heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, shared * self.size)
+        self.value = nn.Linear(width, shared * self.size)
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        shape = (*x.shape[:2], -1, self.size)
+        return [part(x).view(shape).transpose(1, 2) for part in (self.query, self.key, self.value)]
+
+
+class Cached(nn.Module):
+    """A causal model with a cache, grouped heads and places; weights large enough that prompts matter."""
+
+    def __init__(self, width: int = 32, layers: int = 2, heads: int = 4, shared: int = 2, places: int = 64) -> None:
+        super().__init__()
+        self.max_length = places
+        self.token = nn.Embedding(VOCABULARY, width)
+        self.place = nn.Embedding(places, width)
+        self.attentions = nn.ModuleList(_Attention(width, heads, shared) for _ in range(layers))
+        self.feeds = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: Tensor, cache: Any = None) -> Tensor:
+        places = torch.arange(tokens.shape[1]) if cache is None else cache.positions
+        x = self.token(tokens) + self.place(places)
+        for layer, (attention, feed) in enumerate(zip(self.attentions, self.feeds, strict=True)):
+            query, key, value = attention.parts(x)
+            if cache is None:
+                mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+            else:
+                mixed = cache.attend(layer, query, key, value)
+            x = x + mixed.transpose(1, 2).flatten(2)
+            x = x + torch.tanh(feed(x))
+        return 3 * self.head(x)
+
+
+class Plain(Cached):
+    """The same without a cache."""
+
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(tokens)
+
+
+class Gated(Cached):
+    """Computes only while its gate is open."""
+
+    gate = threading.Event()
+
+    def forward(self, tokens: Tensor, cache: Any = None) -> Tensor:
+        self.gate.wait()
+        return super().forward(tokens, cache)
+
+
+class Picky(Cached):
+    """Breaks where a row holds token 13, and makes no numbers of token 17."""
+
+    def forward(self, tokens: Tensor, cache: Any = None) -> Tensor:
+        if (tokens == 13).any():
+            raise RuntimeError("token 13 is bad luck")
+        logits = super().forward(tokens, cache)
+        return torch.where((tokens == 17).any(1)[:, None, None], torch.nan, logits)

@@ -1,0 +1,278 @@
+"""The generation engine on torch: one model, many requests at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+import zbus
+from workers.engines.models import build_model, check_model
+from zbus import trace
+from zbus.errors import ConfigError
+from zbus.rl.generation import Completion, Sampling
+from zbus.rl.rollout_engine import PauseMode, RolloutEngine
+from zbus.rl.stats import Stats
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from workers.engines.generate.decoder import Decoder, Request
+
+__all__ = ["TorchRolloutEngine"]
+
+
+class TorchRolloutEngine(RolloutEngine):
+    """Generates with a torch model, whose requests share each step; runs workflows, whose rewards run beside it.
+
+    What the model may be: any causal one that maps tokens ``[batch, length]`` to logits; with a parameter ``cache`` in
+    its ``forward`` it is not computed anew for each token (see ``workers.engines.generate.rows.Cache``); or a causal
+    model of Hugging Face.
+
+    Args:
+        model: As ``workers.engines.models.build_model`` takes it.
+        device: Of the model.
+        dtype: Of the weights; None: as the model is made.
+        max_batch: Most requests that run at once; more wait.
+        max_tokens_total: Most places for tokens in all of them: requests that run, times the longest one's prompt and
+            ``max_tokens``.
+        max_prefill: Most places of one step that computes prompts.
+        max_length: Most tokens of prompt and answer; None: the model's ``max_length`` or, of Hugging Face,
+            ``max_position_embeddings``, if it has one.
+        eos: Token or tokens that end an answer; None: those of a Hugging Face model, else none.
+        seed: Of the weights that a factory makes, and of requests without a seed of their own.
+        workflows: By name, as ``workers.engines.generate.episodes.load_workflow`` takes them.
+
+    Attributes:
+        model: The model, once set up. Change its weights only while ``step_lock`` is held.
+        step_lock: Held by the thread that computes, during each step.
+        workflows: Those of a subclass; the argument adds to them.
+    """
+
+    workflows: ClassVar[Mapping[str, Any]] = {}
+
+    model: nn.Module
+    step_lock: threading.Lock
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        device: str = "cpu",
+        dtype: str | None = None,
+        max_batch: int = 256,
+        max_tokens_total: int = 65_536,
+        max_prefill: int = 8_192,
+        max_length: int | None = None,
+        eos: int | Sequence[int] | None = None,
+        seed: int = 0,
+        workflows: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        check_model(model)
+        for name, value in (
+            ("max_batch", max_batch),
+            ("max_tokens_total", max_tokens_total),
+            ("max_prefill", max_prefill),
+        ):
+            if value < 1:
+                msg = f"{name}={value} lets nothing run"
+                raise ConfigError(msg, hint="give at least 1, or leave it out")
+        self._spec = model
+        self._device = device
+        self._dtype = dtype
+        self._limits = max_batch, max_tokens_total, max_prefill
+        self._max_length = max_length
+        self._eos = eos
+        self._seed = seed
+        self._declared = {**self.workflows, **(workflows or {})}
+        self._offloaded = False
+        self._stats = Stats()
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def setup(self, ctx: zbus.Context) -> None:
+        """Build the model, load the workflows, start the thread that computes."""
+        import torch
+
+        from workers.engines.generate.decoder import Decoder
+        from workers.engines.generate.episodes import Episodes, Handle, load_workflow
+        from workers.engines.generate.rows import rows_of
+        from workers.engines.generate.scheduler import Scheduler
+
+        name = f"{ctx.role}/{ctx.rank}"
+        self._name = name
+        torch.manual_seed(self._seed)
+        self.model = build_model(self._spec, dtype=self._dtype, device=self._device).eval().requires_grad_(False)  # noqa: FBT003  # its only parameter
+        self._max_length = self._max_length or _longest(self.model)
+        self._chance = np.random.default_rng([self._seed, ctx.rank, ctx.start])
+        self._decoder: Decoder = Decoder(
+            rows_of(self.model, device=self._device, places=self._limits[1]),
+            Scheduler(*self._limits),
+            eos=_ends(self._eos, self.model),
+            device=self._device,
+            name=name,
+        )
+        self.step_lock = self._decoder.step_lock
+        self._episodes = Episodes(name, {key: load_workflow(key, spec) for key, spec in self._declared.items()})
+        self._handle = Handle(self._answer, self._reward, lambda: self._version)
+        self._decoder.start()
+
+    def teardown(self) -> None:
+        """End what ``setup`` started."""
+        self._decoder.close()
+
+    # -- generation --------------------------------------------------------------------------------------------------
+
+    async def do_generate(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
+        """Answer one prompt."""
+        return await self._answer(prompt, sampling)
+
+    async def do_stream(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[tuple[int, float], None]:
+        """Yield each token of an answer and its log-probability as they are made."""
+        tokens: asyncio.Queue[tuple[int, float] | None] = asyncio.Queue()
+        request = self._request(prompt, sampling, tokens)
+        with self._asked(request):
+            while (item := await tokens.get()) is not None:
+                yield item
+            await request.done
+
+    async def do_episode(self, workflow: str, data: Any) -> Any:
+        """Run one episode of a declared workflow."""
+        return await self._episodes.run(workflow, self._handle, data)
+
+    async def _answer(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
+        request = self._request(prompt, sampling)
+        with trace.span("generate", "compute", prompt=len(request.prompt)) as span, self._asked(request):
+            completion = await request.done
+            span.set(tokens=len(completion.ids), version=self._version, finish=completion.finish)
+        return completion
+
+    async def _reward(self, name: str, args: tuple[Any, ...], timeout_s: float | None) -> Any:
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _asked(self, request: Request) -> Iterator[None]:
+        """Have a request answered inside; whoever leaves early gives it up."""
+        self._decoder.submit(request)
+        try:
+            yield
+        finally:
+            self._decoder.forget(request)
+
+    def _request(
+        self, prompt: Sequence[int], sampling: Sampling, tokens: asyncio.Queue[tuple[int, float] | None] | None = None
+    ) -> Request:
+        """Check what is asked.
+
+        Raises:
+            ValueError: The prompt is empty, is no list of token ids, or leaves no room for an answer.
+        """
+        from workers.engines.generate.decoder import Request
+
+        try:
+            ids = np.asarray(prompt)
+        except ValueError:  # lists of unequal length
+            ids = np.empty((0, 0))
+        if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu" or int(ids.min()) < 0:
+            msg = f"{self._name}: a prompt is a list of token ids, at least one, not {_shown(prompt)}"
+            raise ValueError(msg)
+        limit, room = sampling.max_tokens, self._limits[1] - ids.size
+        if self._max_length is not None:
+            limit = min(limit, self._max_length - ids.size)
+        if limit < 1:
+            msg = f"{self._name}: a prompt of {ids.size} tokens leaves no room: the model takes {self._max_length}"
+            raise ValueError(msg)
+        if limit > room:
+            msg = (
+                f"{self._name}: a prompt of {ids.size} tokens and {limit} more (max_tokens) do not fit into "
+                f"max_tokens_total={self._limits[1]}"
+            )
+            raise ValueError(msg)
+        seed = int(self._chance.integers(2**63)) if sampling.seed is None else sampling.seed
+        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        return Request(ids.tolist(), sampling, limit, seed, done, tokens)
+
+    # -- pausing -----------------------------------------------------------------------------------------------------
+
+    def do_pause(self, mode: PauseMode | str) -> int:
+        """Stop between two tokens; return how many requests were running."""
+        if mode == "keep":
+            return self._decoder.freeze()
+        if mode == "abort":
+            self._decoder.freeze()
+            return self._decoder.abort(waiting=False)
+        if mode != "wait":
+            msg = f"pause mode {mode!r} is not known"
+            raise ConfigError(msg, hint='"abort", "wait" or "keep"')
+        if self._torn and self._decoder.counts()[0]:
+            msg = f"{self._name} cannot wait for what runs: its weights are torn ({self._torn})"
+            raise ConfigError(msg, hint='update the weights, or pause with mode="abort"')
+        return self._decoder.drain()
+
+    def do_resume(self) -> None:
+        """Go on."""
+        if self._offloaded:
+            msg = f"{self._name} cannot resume: its weights are offloaded"
+            raise ConfigError(msg, hint="call onload first")
+        self._decoder.resume()
+
+    def do_abort(self) -> int:
+        """End all requests with what they have; those that still wait get an empty answer."""
+        return self._decoder.abort(waiting=True)
+
+    def do_version(self, version: int) -> None:
+        """Be told the version of the weights that the next token is made with."""
+        self._decoder.version = version
+
+    def do_reset_cache(self) -> None:
+        """Have the prefixes of frozen requests computed anew, with the weights that are there when they go on."""
+        self._decoder.reset()
+
+    # -- the rest ----------------------------------------------------------------------------------------------------
+
+    def do_state(self) -> dict[str, Any]:
+        """Tell running and waiting requests."""
+        running, waiting = self._decoder.counts()
+        return {"running": running, "waiting": waiting}
+
+    def do_stats(self) -> dict[str, Any]:
+        """Hand over what was counted, below ``generate/``."""
+        with self._stats.scope("generate"):
+            self._stats.scalar(self._decoder.take_counts(), reduce="sum")
+        return self._stats.export()
+
+    def do_offload(self) -> None:
+        """Move the weights to the host and drop all keys and values."""
+        self._decoder.reset()
+        with self.step_lock:
+            self.model.to("cpu")
+        self._offloaded = True
+
+    def do_onload(self) -> None:
+        """Move the weights back."""
+        with self.step_lock:
+            self.model.to(self._device)
+        self._offloaded = False
+
+
+def _longest(model: Any) -> int | None:
+    longest = getattr(model, "max_length", None) or getattr(
+        getattr(model, "config", None), "max_position_embeddings", None
+    )
+    return int(longest) if longest else None
+
+
+def _ends(eos: int | Sequence[int] | None, model: Any) -> tuple[int, ...]:
+    if eos is None:
+        eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _shown(prompt: Any) -> str:
+    text = repr(prompt)
+    return text if len(text) <= 60 else f"{text[:60]}…"
