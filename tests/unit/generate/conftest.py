@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("torch", reason="generation is on torch: install zbus-runtime[torch]")
 
 from waiting import scaled
-
 from zbus.engine import Mesh
 from zbus.runtime.context import Context
 

@@ -103,7 +103,8 @@ def test_chances_are_even_and_independent_of_their_neighbours():
     by_seed = uniforms(np.arange(count, dtype=np.uint64), np.zeros(count, np.uint64))
     by_place = uniforms(np.full(count, 7, np.uint64), np.arange(count, dtype=np.uint64))
     for numbers in (by_seed, by_place):
-        assert 0 <= numbers.min() and numbers.max() < 1
+        assert numbers.min() >= 0
+        assert numbers.max() < 1
         filled = np.histogram(numbers, bins=100, range=(0, 1))[0]
         assert np.square(filled - count / 100).sum() / (count / 100) < 160  # chi square, 99 degrees of freedom
         for lag in (1, 2, 3):

@@ -321,7 +321,7 @@ class Decoder:
         return "length" if len(made) >= request.limit else None
 
     def _suspect(self, requests: Sequence[Request], error: Exception) -> None:
-        """After a step that failed, compute each of its requests alone; one that fails alone, or twice, ends with it."""
+        """Compute each request of a step that failed alone; one that fails alone, or twice, ends with the error."""
         self._rows.clear()
         with self._changed:
             ends = [request for request in requests if request.suspected or len(requests) == 1]
