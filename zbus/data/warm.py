@@ -13,7 +13,7 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -35,7 +35,7 @@ class WarmMemory:
 
     Args:
         kept_bytes: Most memory kept while nobody uses it.
-        kept_ns: How long at most; looked at when memory is asked for.
+        kept_ns: How long at most; looked at when memory is asked for, and when some comes back.
     """
 
     def __init__(self, kept_bytes: int = _KEPT_BYTES, kept_ns: int = _KEPT_NS) -> None:
@@ -58,26 +58,48 @@ class WarmMemory:
         if nbytes < WARM_FROM or kind.hasobject:
             return np.empty(shape, kind)
         memory = self._take(size_class(nbytes))
-        return np.ndarray(shape, kind, keeping(memory, nbytes, _Return(memory, self._returned)).data)
+        return np.ndarray(shape, kind, keeping(memory, nbytes, _Return(memory, self._came_back)).data)
 
     @property
     def idle_bytes(self) -> int:
         """Bytes that are kept and not in use."""
         with self._lock:
             self._settle(time.monotonic_ns())
-            return sum(len(memory) for memory, _ in self._idle)
+            kept = sum(len(memory) for memory, _ in self._idle)
+        self._settle_returned()
+        return kept
 
     def _take(self, size: int) -> mmap.mmap:
+        memory = self._used_before(size)
+        self._settle_returned()
+        if memory is not None:
+            return memory
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without large pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return memory
+
+    def _used_before(self, size: int) -> mmap.mmap | None:
         with self._lock:
             self._settle(time.monotonic_ns())
             for index in range(len(self._idle) - 1, -1, -1):  # the one used last is the one in the caches
                 if len(self._idle[index][0]) == size:
                     return self._idle.pop(index)[0]
             self.made += 1
-        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without large pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return memory
+        return None
+
+    def _came_back(self, memory: mmap.mmap) -> None:
+        """Take memory back. Waits for no lock: it may be called out of the garbage collector, amid anything here."""
+        self._returned.append((memory, time.monotonic_ns()))
+        self._settle_returned()
+
+    def _settle_returned(self) -> None:
+        """See to what came back while the lock was held: whoever held it looks here after letting it go."""
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                self._settle(time.monotonic_ns())
+            finally:
+                self._lock.release()
 
     def _settle(self, now_ns: int) -> None:
         """Take in what came back, and let go of what is too old or too much."""
@@ -91,9 +113,9 @@ class WarmMemory:
 class _Return:
     """Lives as long as an array does."""
 
-    def __init__(self, memory: mmap.mmap, where: deque[tuple[mmap.mmap, int]]) -> None:
+    def __init__(self, memory: mmap.mmap, came_back: Callable[[mmap.mmap], None]) -> None:
         self._memory = memory
-        self._where = where
+        self._came_back = came_back
 
     def __del__(self) -> None:
-        self._where.append((self._memory, time.monotonic_ns()))  # perhaps out of the garbage collector: no lock
+        self._came_back(self._memory)

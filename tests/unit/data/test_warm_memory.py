@@ -1,7 +1,9 @@
 """Memory that is used again: never while anybody sees it, and not kept without bounds."""
 
 import gc
+import mmap
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,6 +46,42 @@ def test_what_is_kept_unused_is_bounded(bounds):
     assert warm.idle_bytes == 0
     arrays.clear()
     assert warm.idle_bytes == (0 if "kept_ns" in bounds else 3 * WARM_FROM)
+
+
+def resident_bytes():
+    """Return the memory of this process that is there, in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_what_comes_back_is_let_go_though_nobody_asks_again():
+    """The bound holds from the moment memory comes back: the last arrays of a run are not kept until its end."""
+    warm = WarmMemory(kept_bytes=1 << 20)
+    arrays = [warm.empty((16 << 20,), np.uint8) for _ in range(4)]
+    for array in arrays:
+        array[:] = 1
+    before = resident_bytes()
+    del array
+    arrays.clear()
+    assert before - resident_bytes() > 48 << 20
+
+
+def test_what_comes_back_while_another_looks_is_seen_by_that_one():
+    """Memory that comes back amid a look waits for no lock, and is not forgotten."""
+    warm = WarmMemory(kept_bytes=0)
+    array = warm.empty((WARM_FROM,), np.uint8)
+    settle, seen = warm._settle, []
+
+    def settled(now_ns):
+        settle(now_ns)
+        nonlocal array
+        if array is not None:
+            array = None  # as the garbage collector would, with the lock held
+            seen.append(len(warm._returned))
+
+    warm._settle = settled
+    warm.empty((2 * WARM_FROM,), np.uint8)
+    assert seen == [1]
+    assert not warm._returned
 
 
 def test_an_array_in_a_cycle_comes_back_when_it_is_collected():
