@@ -91,8 +91,7 @@ class LinkMachine:
             return
         self.up = False
         self.hello_due = _NEVER
-        pause = min(_REDIAL << min(self.redials, _REDIAL_DOUBLINGS), _REDIAL_MAX)
-        self.redial_due = now + int(pause * (0.5 + 0.5 * self._jitter))
+        self._redial_later(now)
         self.evidence = why
         self._to(LinkState.SUSPECT if self.state in (LinkState.READY, LinkState.SUSPECT) else LinkState.CONNECTING, now)
 
@@ -104,6 +103,15 @@ class LinkMachine:
         """The shell has dialled anew."""
         self.redials += 1
         self.redial_due = _NEVER
+
+    def redial_failed(self, now: int) -> None:
+        """The shell could not dial: again later."""
+        self.redials += 1
+        self._redial_later(now)
+
+    def _redial_later(self, now: int) -> None:
+        pause = min(_REDIAL << min(self.redials, _REDIAL_DOUBLINGS), _REDIAL_MAX)
+        self.redial_due = now + int(pause * (0.5 + 0.5 * self._jitter))
 
     def hello_sent(self, now: int) -> None:
         """A HELLO left; repeat it if no answer comes."""

@@ -160,7 +160,7 @@ class Bulk:
         self._past: dict[str, int] = {}
         self._thread: threading.Thread | None = None
         self._closed = False
-        self._broken = False
+        self._broken = ""
         self._reactor.add_ticker(self._tick)
 
     # -- the owner's side ----------------------------------------------------------------------------------------
@@ -177,8 +177,12 @@ class Bulk:
                 bound = self._factory.bind(self._counter.socket, endpoint)
             else:
                 socket = self._factory.router("data")
-                bound = self._factory.bind(socket, endpoint)
-                self._counter = Counter(self._reactor, socket, self._stock)
+                try:
+                    bound = self._factory.bind(socket, endpoint)
+                    self._counter = Counter(self._reactor, socket, self._stock)
+                except BaseException:
+                    socket.close(0)
+                    raise
             self.endpoints.append(bound)
             self._start()
             return bound
@@ -246,7 +250,12 @@ class Bulk:
             self._check_open()
             self._start()
             self._waiting.append(pull)
-            self._admit()
+            try:
+                self._admit()
+            except BaseException:
+                if pull in self._waiting:  # whoever is told of this waits for nothing
+                    self._waiting.remove(pull)
+                raise
         self._reactor.wake()  # a send here may have swallowed the sign of what has come: its thread looks again
         return pull
 
@@ -317,11 +326,7 @@ class Bulk:
             if self._closed:
                 return
             self._closed = True
-            for link in list(self._links.values()):
-                link.owner_gone("this process closes")
-                self._hang_up(link)
-            while self._waiting:
-                self._finish(self._waiting.popleft(), Ending.ABSENT, "this process closes")
+            self._end_all("this process closes")
             if self._counter is not None:
                 self._counter.close()
         self._reactor.wake()
@@ -334,13 +339,17 @@ class Bulk:
 
     def _check_open(self) -> None:
         if self._closed or self._broken:
-            msg = "bulk data of this process is closed"
+            msg = f"bulk data of this process is closed{self._broken and f': {self._broken}'}"
             raise TransportError(msg)
 
     def _start(self) -> None:
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="zbus-bulk", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                msg = f"bulk data of this process has no thread: {error}"
+                raise TransportError(msg, hint="raise the limit of processes and threads (`ulimit -u`)") from error
             self._thread = thread  # only one that runs can be waited for
 
     def _run(self) -> None:
@@ -353,11 +362,19 @@ class Bulk:
                 self._tell()
         except BaseException as error:  # nobody may wait for ever because of a fault of ours
             log.exception("bulk data of this process ends")
-            self._broken = True
-            for endpoint in list(self._links):
-                self.owner_gone([endpoint], f"the bulk thread died of {error!r}")
+            with gate, self._reactor.lock:
+                self._broken = f"its thread died of {error!r}"
+                self._end_all(self._broken)
             self._tell()
             raise
+
+    def _end_all(self, evidence: str) -> None:
+        """End all pulls and close their connections. Under the lock."""
+        for link in list(self._links.values()):
+            link.owner_gone(evidence)
+            self._hang_up(link)
+        while self._waiting:
+            self._finish(self._waiting.popleft(), Ending.ABSENT, evidence)
 
     def _tell(self) -> None:
         """Call back for what ended. No lock is held, for the callback has locks of its own to take."""
@@ -374,28 +391,35 @@ class Bulk:
 
     def _admit(self) -> None:
         """Begin pulls that wait, as far as there may be connections. Under the lock."""
-        later: deque[Pull] = deque()
-        while self._waiting:
-            pull = self._waiting.popleft()
+        for pull in list(self._waiting):
             link = self._links.get(pull.endpoint)
             if link is not None and link.spoilt and link.puller.idle:
                 self._hang_up(link)
                 link = None
             try:
                 link = link or self._dial(pull.endpoint)
-            except ZbusError as error:  # no such address, or no descriptor left: this pull's end alone
+            except (ZbusError, OSError) as error:  # no such address, or no descriptor left: this pull's end alone
+                self._waiting.remove(pull)
                 self._finish(pull, Ending.ABSENT, str(error))
                 continue
-            if link is None:
-                later.append(pull)
-                continue
-            key, ranges, into = pull._what  # noqa: SLF001  # as above
+            if link is not None:
+                self._waiting.remove(pull)
+                self._begin(pull, link)
+        if self._waiting:
+            self._reactor.note_due(min(pull._deadline_ns or _NEVER for pull in self._waiting))  # noqa: SLF001  # as above
+
+    def _begin(self, pull: Pull, link: OwnerLink) -> None:
+        """Begin a pull; where its connection breaks by it, that is the end of all that it was pulling."""
+        key, ranges, into = pull._what  # noqa: SLF001  # as above
+        try:
             number = link.pull(key, ranges, into, pull._deadline_ns)  # noqa: SLF001  # as above
-            pull._link, pull._number = link, number  # noqa: SLF001  # as above
-            self._pulls[pull.endpoint, number] = pull
-        self._waiting = later
-        if later:
-            self._reactor.note_due(min(pull._deadline_ns or _NEVER for pull in later))  # noqa: SLF001  # as above
+        except ZbusError as error:
+            link.owner_gone(str(error))
+            self._hang_up(link)
+            self._finish(pull, Ending.ABSENT, str(error))
+            return
+        pull._link, pull._number = link, number  # noqa: SLF001  # as above
+        self._pulls[pull.endpoint, number] = pull
 
     def _dial(self, endpoint: str) -> OwnerLink | None:
         if len(self._links) >= MOST_DATA_PEERS:

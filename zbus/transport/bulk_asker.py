@@ -17,7 +17,7 @@ from zbus.protocol.parts import Kind, PartError, PartHeader, pack, unpack
 from zbus.protocol.puller import Ask, Ended, Ending, Patience, Puller, Range
 from zbus.transport.multipart import send_gated
 from zbus.transport.reactor import Reactor
-from zbus.transport.sockets import SocketFactory, read_event
+from zbus.transport.sockets import SocketFactory, end_monitor, read_event
 
 __all__ = ["OwnerLink"]
 
@@ -80,18 +80,17 @@ class OwnerLink:
         self._up = False
         self._why = ""
         self._closed = False
-        self._socket = factory.dealer("data")
-        self._monitor = factory.monitor(self._socket)
+        self._socket, self._monitor = factory.monitored_dealer("data")
         self._fd = int(self._socket.getsockopt(zmq.FD))
         self._monitor_fd = int(self._monitor.getsockopt(zmq.FD))
-        reactor.register(self._fd, self._on_readable)
-        reactor.register(self._monitor_fd, self._on_monitor)
         try:
+            reactor.register(self._fd, self._on_readable)
+            reactor.register(self._monitor_fd, self._on_monitor)
             factory.connect(self._socket, endpoint)
+            self._on_monitor()
         except BaseException:
             self.close()
             raise
-        self._on_monitor()
 
     def pull(self, key: bytes, ranges: Sequence[Range], into: Sequence[memoryview], deadline_ns: int | None) -> int:
         """Begin a pull into writable memory, one piece of it per range; return its number."""
@@ -107,6 +106,7 @@ class OwnerLink:
 
     def owner_gone(self, evidence: str) -> None:
         """End all pulls."""
+        self._outbox.clear()
         self._do(self.puller.owner_gone(evidence))
 
     def on_timer(self, now: int) -> None:
@@ -131,7 +131,7 @@ class OwnerLink:
         self._closed = True
         self._reactor.unregister(self._fd)
         self._reactor.unregister(self._monitor_fd)
-        self._socket.disable_monitor()
+        end_monitor(self._socket)
         self._monitor.close(0)
         self._socket.close(0)
 

@@ -17,7 +17,7 @@ from zbus.protocol.frames import FrameError, VersionMismatch, decode, encode
 from zbus.protocol.messages import Buffer, Buffers, Header, Kind
 from zbus.transport.multipart import PeerGone, Receiver, Socket, send_gated
 from zbus.transport.reactor import Reactor
-from zbus.transport.sockets import MonitorEvent, read_event
+from zbus.transport.sockets import MonitorEvent, end_monitor, read_event
 
 __all__ = ["Channel", "LinkEvents"]
 
@@ -78,14 +78,19 @@ class Channel:
         self._up = False
         self._refusal = ""
         self._fd = int(socket.getsockopt(zmq.FD))
+        self._monitor_fd = -1 if monitor is None else int(monitor.getsockopt(zmq.FD))
         self.refused: dict[str, int] = {}
         self.unroutable = 0
         self.unsent = 0
         self._closed = False
-        reactor.register(self._fd, self.on_readable)
+        try:
+            reactor.register(self._fd, self.on_readable)
+            if monitor is not None:
+                reactor.register(self._monitor_fd, self._on_monitor)
+        except BaseException:
+            self.close()
+            raise
         if monitor is not None:
-            self._monitor_fd = int(monitor.getsockopt(zmq.FD))
-            reactor.register(self._monitor_fd, self._on_monitor)
             self._on_monitor()
 
     def send(self, header: Header, buffers: Buffers = (), peer: bytes | None = None) -> None:
@@ -180,7 +185,7 @@ class Channel:
         self._reactor.unregister(self._fd)
         if self._monitor is not None:
             self._reactor.unregister(self._monitor_fd)
-            self.socket.disable_monitor()
+            end_monitor(self.socket)
             self._monitor.close(0)
         self.socket.close(0)
 

@@ -45,7 +45,6 @@ from zbus.transport.arrivals import Arrivals
 from zbus.transport.carrier import NOWHERE, Carrier, Opening, Reach
 from zbus.transport.channel import Channel
 from zbus.transport.interrupts import gate
-from zbus.transport.multipart import Socket
 from zbus.transport.reactor import Reactor
 from zbus.transport.sockets import SocketFactory
 from zbus.transport.waiters import ChunkSink, ResultsSink, Sink, Waiters
@@ -112,24 +111,37 @@ class _Link:
 
     def _dial(self) -> Channel:
         client = self.client
-        socket: Socket = client.factory.dealer("main" if self.name == "main" else "ctl")
-        monitor = client.factory.monitor(socket)
+        socket, monitor = client.factory.monitored_dealer("main" if self.name == "main" else "ctl")
         channel = Channel(
             client.reactor, socket, self.on_message, router=False, monitor=monitor, events=self, on_bad=self.on_bad
         )
-        client.factory.connect(socket, self.endpoint)
+        try:
+            client.factory.connect(socket, self.endpoint)
+        except BaseException:
+            channel.close()
+            raise
         return channel
 
     def redial(self) -> None:
-        """Connect by a socket of its own making, where libzmq has given up the old one; see ``protocol.liveness``."""
+        """Connect by a socket of its own making, where libzmq has given up the old one; see ``protocol.liveness``.
+
+        Where there is none left, the old one stays, and it is tried again when dialling is due again.
+        """
         machine, old = self.machine, self.channel
         if machine.redials == 0:
             log.warning("%s is not reached: %s; dialling %s again", self.peer.name, machine.evidence, self.endpoint)
         old.drain()
+        try:
+            made = self._dial()
+        except (TransportError, OSError) as error:
+            log.warning("%s cannot be dialled again yet: %s", self.peer.name, error)
+            self.client.count("redials_failed")
+            machine.redial_failed(self.client.clock.monotonic_ns())
+            return
         self.client.keep_counts(old.counts())
         self.client.count("redials")
         old.close()
-        self.channel = self._dial()
+        self.channel = made
         machine.redialled()
 
     def counts(self) -> dict[str, int]:
@@ -427,13 +439,21 @@ class Client:
             name: Role and rank; the WELCOME must agree.
             incarnation: Which start; another is refused.
             endpoints: Addresses by link, ``{"main": [...], "ctl": [...]}``; an agent has only ``ctl``.
+
+        Raises:
+            TransportError: An address is none, or there is no socket or descriptor left; nothing stays open.
         """
         peer = Peer(self, name, incarnation)
         with gate, self.reactor.lock:
             self._check_open()
-            for link in ("main", "ctl"):
-                if endpoints.get(link):
-                    peer.links[link] = _Link(self, peer, link, endpoints[link])
+            try:
+                for link in ("main", "ctl"):
+                    if endpoints.get(link):
+                        peer.links[link] = _Link(self, peer, link, endpoints[link])
+            except BaseException:
+                for made in peer.links.values():
+                    made.channel.close()
+                raise
             self._peers.append(peer)
         return peer
 

@@ -82,8 +82,8 @@ class Reactor:
     def register(self, fd: int, callback: Callable[[], None]) -> None:
         """Call ``callback`` under the lock whenever ``fd`` is readable."""
         with self.lock:
+            self._epoll.register(fd, select.EPOLLIN)  # first: where there is no room for it, nothing is registered
             self._callbacks[fd] = callback
-            self._epoll.register(fd, select.EPOLLIN)
 
     def unregister(self, fd: int) -> None:
         """Forget ``fd``. Call before it is closed."""

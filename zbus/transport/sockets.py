@@ -6,6 +6,7 @@ an option.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -24,7 +25,7 @@ from zbus.transport.multipart import COPY_LIMIT, Receiver, Socket
 from zbus.transport.profile import PROFILES, WAITS_NEVER, Profile, Purpose, check_libzmq, sockets_needed
 from zbus.transport.security import CurveKeys
 
-__all__ = ["DEFAULT_PEERS", "MONITORED", "MonitorEvent", "SocketFactory", "read_event"]
+__all__ = ["DEFAULT_PEERS", "MONITORED", "MonitorEvent", "SocketFactory", "end_monitor", "read_event"]
 
 DEFAULT_PEERS: Final = 256
 """Peers a factory is sized for when nobody says."""
@@ -184,12 +185,35 @@ class SocketFactory:
         """Return a PAIR that receives ``socket``'s connection events; read it with ``read_event``.
 
         Call before ``socket`` binds or connects. Close the monitor before or after ``socket``, in the same thread.
+
+        Raises:
+            TransportError: There is no socket or descriptor left for it; ``socket`` is as it was.
         """
         address = f"inproc://zbus-monitor-{next(_monitor_numbers)}"
-        socket.monitor(address, events)
-        watcher = self._new(zmq.PAIR, "monitor", None)
-        watcher.connect(address)
+        try:
+            socket.monitor(address, events)
+        except zmq.ZMQError as error:
+            raise self._no_socket("monitor", error) from error
+        try:
+            watcher = self._new(zmq.PAIR, "monitor", None)
+            watcher.connect(address)
+        except BaseException:
+            end_monitor(socket)
+            raise
         return watcher
+
+    def monitored_dealer(self, purpose: Purpose) -> tuple[Socket, Socket]:
+        """Return an unconnected DEALER and its monitor: both, or neither.
+
+        Raises:
+            TransportError: There is no socket or descriptor left for them.
+        """
+        dealer = self.dealer(purpose)
+        try:
+            return dealer, self.monitor(dealer)
+        except BaseException:
+            dealer.close(0)
+            raise
 
     # -- endpoints
 
@@ -292,7 +316,7 @@ class SocketFactory:
         if error.errno != errno.EMFILE:
             return TransportError(f"cannot make a {purpose} socket: {error}")
         count = sum(self.open_sockets.values())
-        if count >= self.max_sockets:
+        if _descriptor_left():  # a count would miss what libzmq has of its own: one per monitor, those being closed
             return TransportError(
                 f"cannot make a {purpose} socket: all {self.max_sockets} sockets of this process are in use",
                 hint="size the factory for its peers: SocketFactory(max_sockets=check_limits(peers).max_sockets)",
@@ -315,6 +339,12 @@ class SocketFactory:
             socket.setsockopt(zmq.CURVE_SECRETKEY, self.curve.secret)
 
 
+def end_monitor(socket: Socket) -> None:
+    """Have a socket report to its monitor no more. Never raises: the socket is closed next."""
+    with contextlib.suppress(zmq.ZMQError):  # its context has ended, and the monitor with it
+        socket.disable_monitor()
+
+
 def read_event(monitor: Socket) -> MonitorEvent | None:
     """Return the next event of a monitor, or None when there is none; never waits.
 
@@ -326,6 +356,14 @@ def read_event(monitor: Socket) -> MonitorEvent | None:
         return None
     event, value = struct.unpack("=hi", frames[0])
     return MonitorEvent(event, value, _MAPPED.sub(r"\1", bytes(frames[1]).decode("utf-8", "replace")))
+
+
+def _descriptor_left() -> bool:
+    try:
+        os.close(os.eventfd(0))
+    except OSError:
+        return False
+    return True
 
 
 def _bind_failure(endpoint: str, error: zmq.ZMQError) -> TransportError:

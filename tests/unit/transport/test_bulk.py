@@ -3,7 +3,9 @@
 import hashlib
 import os
 import random
+import resource
 import threading
+from pathlib import Path
 
 import pytest
 import zmq
@@ -24,8 +26,8 @@ def bulks():
     """Return a maker of ``Bulk`` objects, each with sockets of its own as in a process of its own."""
     made = []
 
-    def make(**options):
-        factory = SocketFactory()
+    def make(*, max_sockets=None, **options):
+        factory = SocketFactory(max_sockets=max_sockets)
         bulk = Bulk(factory, **options)
         made.append((bulk, factory))
         return bulk
@@ -276,3 +278,76 @@ def test_memory_that_does_not_fit_is_refused_before_anything_is_asked(bulks):
     for memory in (memoryview(bytearray(3)), memoryview(bytearray(5)), memoryview(bytes(4))):
         with pytest.raises(ValueError, match="writable memory"):
             asker.pull(["tcp://127.0.0.1:1"], KEY, [Range(0, 0, 4, 4)], [memory])
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2, 3])
+def test_without_a_socket_for_its_connection_a_pull_ends_with_the_reason(bulks, spare):
+    """Whichever of a connection's sockets cannot be made: its pull alone ends, by name, and nothing stays open."""
+    owners = [bulks() for _ in range(2)]
+    for owner in owners:
+        owner.bind("tcp://127.0.0.1:0")
+        owner.offer(KEY, b"abc")
+    asker = bulks(max_sockets=3 + spare)  # a connection takes three: its own, and two for its monitor
+    into = bytearray(3)
+    asker.fetch(owners[0].endpoints, KEY, [whole(b"abc")], [memoryview(into)], deadline_s=scaled(30))
+    before = asker._factory.open_sockets
+    if spare < 3:
+        with pytest.raises(PullFailed, match="sockets of this process are in use") as caught:
+            asker.fetch(owners[1].endpoints, KEY, [whole(b"abc")], [memoryview(bytearray(3))])
+        assert caught.value.how is Ending.ABSENT
+        assert asker._factory.open_sockets == before
+    else:
+        asker.fetch(owners[1].endpoints, KEY, [whole(b"abc")], [memoryview(bytearray(3))], deadline_s=scaled(30))
+    asker.fetch(owners[0].endpoints, KEY, [whole(b"abc")], [memoryview(into)], deadline_s=scaled(30))
+
+
+def test_without_a_descriptor_a_pull_ends_and_comes_again_when_there_is_one(bulks):
+    """A process at its limit of descriptors is told so by each new connection; those that stand go on."""
+    owners = [bulks() for _ in range(2)]
+    for owner in owners:
+        owner.bind("tcp://127.0.0.1:0")
+        owner.offer(KEY, b"abc")
+    asker = bulks()
+
+    def fetch(owner):
+        into = bytearray(3)
+        asker.fetch(owner.endpoints, KEY, [whole(b"abc")], [memoryview(into)], deadline_s=scaled(30))
+        return into
+
+    assert fetch(owners[0]) == b"abc"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = sorted(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+    free = next(number for number in range(used[-1] + 2) if number not in used)
+    try:
+        for left in range(3):  # one descriptor for each socket; the last failure is that of the monitor's reader
+            limit = free + left if free > used[-1] else free
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            with pytest.raises(PullFailed, match="no file descriptor left"):
+                fetch(owners[1])
+            assert fetch(owners[0]) == b"abc"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert fetch(owners[1]) == b"abc"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # it shall be seen: it is raised
+def test_pulls_behind_one_that_fails_unforeseen_are_not_lost(bulks, monkeypatch):
+    """Whoever waits for a connection is told if the thread that would make it dies, and later ones are refused."""
+    asker, owner = bulks(patience=Patience(absent=10**15, stall=10**15)), bulks()
+    owner.bind("tcp://127.0.0.1:0")
+    monkeypatch.setattr("zbus.transport.bulk.MOST_DATA_PEERS", 1)
+    asked = asker.pull(["tcp://127.0.0.1:1"], KEY, [whole(b"x")], [memoryview(bytearray(1))])
+    waits = asker.pull(owner.endpoints, KEY, [whole(b"x")], [memoryview(bytearray(1))])
+    assert waits.how is None
+
+    def broken(_now):
+        msg = "planted"
+        raise RuntimeError(msg)
+
+    asker._reactor.add_ticker(broken)
+    for pull in (asked, waits):
+        assert pull.wait(scaled(20))
+        assert pull.how is Ending.ABSENT
+        assert "planted" in pull.evidence
+    with pytest.raises(TransportError, match="planted"):
+        asker.pull(owner.endpoints, KEY, [whole(b"x")], [memoryview(bytearray(1))])

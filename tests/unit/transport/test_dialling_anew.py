@@ -9,10 +9,12 @@ import pytest
 from link_kit import NAME, call, echo_worker, foreign_service, free_port
 from waiting import scaled, wait_until
 from zbus.codec import encode
-from zbus.errors import Unavailable
+from zbus.errors import TransportError, Unavailable
+from zbus.ids import new_session
 from zbus.protocol.messages import Outcome
 from zbus.testing.proxy import FaultProxy
-from zbus.transport.client import PeerState
+from zbus.transport.client import Client, PeerState
+from zbus.transport.sockets import SocketFactory
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 
@@ -59,6 +61,33 @@ def test_dialling_anew_gets_slower_and_leaks_nothing(factory, client):
         client.wait(lambda: len(accepted) >= 4, scaled(10))
         assert factory.open_sockets == sockets
         assert peer.links["main"].machine.redials >= 3
+
+
+def test_without_a_socket_dialling_waits_and_the_client_lives(caplog):
+    """A process at its limit of sockets says so, serves its other peers, and dials again when it can."""
+    factory = SocketFactory(max_sockets=16)
+    client = Client(session=new_session(), epoch=1, factory=factory)
+    port = free_port()
+    try:
+        with foreign_service(port, SERVICES["ssh"][0]) as accepted, caplog.at_level(logging.WARNING, "zbus.client"):
+            peer = client.connect(NAME, 1, {"main": [f"tcp://127.0.0.1:{port}"]})
+            hogs = []
+            with pytest.raises(TransportError, match="all 16 sockets"):
+                hogs.extend(factory.dealer("ctl") for _ in range(16))
+            with pytest.raises(TransportError, match="all 16 sockets"):
+                client.connect(NAME, 2, {"main": [f"tcp://127.0.0.1:{port}"]})
+            client.wait(lambda: "redials_failed" in client.statistics(), scaled(10))
+            assert "cannot be dialled again yet: cannot make a" in caplog.text
+            dialled = len(accepted)
+            for hog in hogs:
+                hog.close(0)
+            client.wait(lambda: len(accepted) > dialled, scaled(20))
+            assert len(accepted) > dialled, "nobody dialled again"
+            client.disconnect(peer)
+        assert not sum(factory.open_sockets.values())
+    finally:
+        client.close()
+    assert factory.close()
 
 
 @pytest.mark.parametrize("direction", ["request", "reply"])
