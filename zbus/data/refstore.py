@@ -9,6 +9,9 @@ So it can let go of results that it never saw: of a call whose answer was lost, 
 - its holder is over: it said farewell, or a newer controller has taken its place,
 - its holder was silent for longer than the lease. A holder is heard with every message it sends; no user has to renew.
 
+A claim released before its value came is remembered until its holder is over, however silent: the call may wait behind
+others for longer than the lease, and a value that came of it would be released by nobody.
+
 Numbers are never used again, and the store has a random generation, so a stale handle never finds another value.
 
 Events come in as methods, and each returns the values that are dropped by it; nothing else is an effect.
@@ -27,7 +30,10 @@ OWN: Final = b""
 """The holder of what a process keeps for itself: it is never over and never silent."""
 
 _REMEMBERED: Final = 4096
-"""Claims released before their values came, and reasons of drops, that are remembered: the oldest go first."""
+"""Reasons of drops that are remembered: the oldest go first."""
+
+_EARLY: Final = 1 << 14
+"""Claims of one holder that are remembered as released: those whose values came go first, then the oldest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +63,7 @@ class Held:
 class _Holder:
     heard_ns: int
     numbers: set[int] = field(default_factory=set)
-    early: OrderedDict[int, None] = field(default_factory=OrderedDict)  # claims released before anything came
+    early: OrderedDict[int, None] = field(default_factory=OrderedDict)  # claims released; those that came, in front
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +160,8 @@ class RefStore:
             return held.number, (held,)
         if known is None:
             known = self.holders[holder] = _Holder(now_ns)
+        if not known.numbers:
+            known.heard_ns = max(known.heard_ns, now_ns)  # it was owed nothing before, so its silence meant nothing
         known.numbers.add(held.number)
         self.values[held.number] = held
         self.total += nbytes
@@ -172,9 +180,12 @@ class RefStore:
             return ()
         chosen = {number for number in numbers if number in known.numbers}
         made = {number for number in known.numbers if self.values[number].claim in wanted} if wanted else set()
-        for claim in wanted:  # also where something came already: the call may be of several values
+        came = {self.values[number].claim for number in made}
+        for claim in wanted:
             known.early[claim] = None
-        while len(known.early) > _REMEMBERED:
+            if claim in came:  # what it was for is done; only a call that runs once more would bring another
+                known.early.move_to_end(claim, last=False)
+        while len(known.early) > _EARLY:
             known.early.popitem(last=False)
         return self._drop(sorted(chosen | made), "it was released")
 
@@ -190,7 +201,10 @@ class RefStore:
 
     def over(self, holder: bytes) -> Sequence[Held]:
         """A holder has ended."""
-        return self._end(holder, "whoever had it kept has ended")
+        known = self.holders.pop(holder, None)
+        if known is None:
+            return ()
+        return [self._take(number, "whoever had it kept has ended") for number in sorted(known.numbers)]
 
     def tick(self, now_ns: int, is_over: Callable[[bytes], bool] = lambda _: False) -> Sequence[Held]:
         """Drop what belongs to holders that were silent for too long, or are over."""
@@ -200,14 +214,14 @@ class RefStore:
             for known in self.holders.values():
                 known.heard_ns = min(now_ns, known.heard_ns + gap_ns)
         dropped: list[Held] = []
+        silent = f"whoever had it kept was silent for more than {self.lease_ns / 1e9:g} s"
         for holder, known in list(self.holders.items()):
             if holder == OWN:
                 continue
             if is_over(holder):
                 dropped += self.over(holder)
             elif now_ns - known.heard_ns > self.lease_ns:
-                seconds = self.lease_ns / 1e9
-                dropped += self._end(holder, f"whoever had it kept was silent for more than {seconds:g} s")
+                dropped += self._drop(sorted(known.numbers), silent)
         return dropped
 
     # -- looking -------------------------------------------------------------------------------------------------------
@@ -258,14 +272,6 @@ class RefStore:
         assert not set(self.gone) & set(self.values)  # noqa: S101
 
     # -- inside --------------------------------------------------------------------------------------------------------
-
-    def _end(self, holder: bytes, why: str) -> Sequence[Held]:
-        known = self.holders.pop(holder, None)
-        if known is None:
-            return ()
-        dropped = [self._take(number, why) for number in sorted(known.numbers)]
-        known.numbers.clear()
-        return dropped
 
     def _drop(self, numbers: Iterable[int], why: str) -> Sequence[Held]:
         dropped = []
