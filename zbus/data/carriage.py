@@ -2,15 +2,17 @@
 
 The owner answers with ranges of its own buffers, so that some rows of an array cost no copy there and no byte too much
 on the way. What the ranges name stays offered as long as the value is kept; what had to be copied for one reader (rows
-picked one by one) for a minute.
+picked one by one) until a minute after it was last asked for. Copies count against the bound of all copies of this
+process; where there is no room the reader is told so, and asks again.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from zbus.codec import Ref
@@ -24,10 +26,28 @@ if TYPE_CHECKING:
     from zbus.data.offer import Offer
     from zbus.data.porter import Porter
 
-__all__ = ["BulkCarriage", "Offers"]
+__all__ = ["BulkCarriage", "NoRoom", "Offers"]
 
 _COPIES_NS: Final = 60_000_000_000
 _LOOK_S: Final = 0.1
+
+
+class NoRoom(Exception):  # an answer of the carriage, told to the reader by the desk
+    """There is no room for the copies that a reader needs.
+
+    Attributes:
+        for_now: Whether there will be, once other readers have what they asked for.
+    """
+
+    def __init__(self, message: str, *, for_now: bool) -> None:
+        super().__init__(message)
+        self.for_now = for_now
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    offer: Offer
+    since_ns: int
 
 
 class Offers:
@@ -36,7 +56,8 @@ class Offers:
     def __init__(self) -> None:
         self.lock = threading.Lock()  # several readers may ask for one value at once
         self.buffers: dict[int, Offer] = {}  # by number: the value's own
-        self.copies: deque[tuple[int, Offer]] = deque()  # and since when
+        self.copies: list[_Copy] = []
+        self.small: Offer | None = None  # of the copies, the one with all small buffers of the value
 
 
 def _span(buffer: Buffer) -> tuple[int, int]:
@@ -53,11 +74,17 @@ class BulkCarriage:
     Args:
         porter: What has them.
         gone: Says in words why the owner of a handle is gone; empty while it may be there.
+        now: Returns monotonic ns, by the clock of the porter's ``bulk``.
     """
 
-    def __init__(self, porter: Porter, gone: Callable[[Ref], str]) -> None:
+    def __init__(
+        self, porter: Porter, gone: Callable[[Ref], str], *, now: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self._porter = porter
         self._gone = gone
+        self._now = now
+        self._lock = threading.Lock()
+        self._copied: weakref.WeakSet[Offers] = weakref.WeakSet()  # of which there may be copies
 
     # -- the owner's side ----------------------------------------------------------------------------------------------
 
@@ -68,19 +95,60 @@ class BulkCarriage:
             offers: What is offered of the value so far.
             whole: All buffers of the value.
             parts: What is wanted: views of them, or copies.
+
+        Raises:
+            NoRoom: Copies are needed, and there is no room for them; nothing more is offered than before.
         """
-        now = time.monotonic_ns()
         spans = [_span(buffer) for buffer in whole]
-        small = b"".join(bytes(part) for part in parts if nbytes_of(part) < SHARED_FROM)
         with offers.lock:
-            while offers.copies and now - offers.copies[0][0] > _COPIES_NS:
-                offers.copies.popleft()
-            told: list[Any] = [None if nbytes_of(part) < SHARED_FROM else self._place(offers, whole, spans, part, now)
-                               for part in parts]  # fmt: skip
-            return [told, small if len(small) < SHARED_FROM else self._copy(offers, small, now)]
+            self._expire(offers)
+            before = list(offers.copies)
+            try:
+                told: list[Any] = [None if nbytes_of(part) < SHARED_FROM else self._place(offers, whole, spans, part)
+                                   for part in parts]  # fmt: skip
+                return [told, self._small(offers, whole, parts)]
+            except NoRoom:
+                offers.copies = before
+                raise
+
+    def tick(self) -> None:
+        """Drop copies that nobody asks for any more."""
+        with self._lock:
+            some = list(self._copied)
+        for offers in some:
+            with offers.lock:
+                self._expire(offers)
+                if not offers.copies:
+                    self._copied.discard(offers)
+
+    def _expire(self, offers: Offers) -> None:
+        """Drop the copies of a value that were not asked for lately."""
+        if not offers.copies:
+            return
+        bulk = self._porter.bulk
+        assert bulk is not None  # noqa: S101  # it offers them
+        oldest = self._now() - _COPIES_NS
+        offers.copies = [
+            copy for copy in offers.copies if max(copy.since_ns, bulk.asked_ns(copy.offer.key) or 0) >= oldest
+        ]
+        if not any(copy.offer is offers.small for copy in offers.copies):
+            offers.small = None
+
+    def _small(self, offers: Offers, whole: Sequence[Buffer], parts: Sequence[Buffer]) -> Any:
+        """Return the small buffers of what is wanted as one: the bytes, or where they are."""
+        is_whole = len(whole) == len(parts) and all(one is other for one, other in zip(whole, parts, strict=True))
+        if is_whole and offers.small is not None:
+            return [offers.small.key, offers.small.nbytes, 0, offers.small.nbytes]
+        small = b"".join(bytes(part) for part in parts if nbytes_of(part) < SHARED_FROM)
+        if len(small) < SHARED_FROM:
+            return small
+        told = self._copy(offers, small)
+        if is_whole:
+            offers.small = offers.copies[-1].offer
+        return told
 
     def _place(
-        self, offers: Offers, whole: Sequence[Buffer], spans: Sequence[tuple[int, int]], part: Buffer, now: int
+        self, offers: Offers, whole: Sequence[Buffer], spans: Sequence[tuple[int, int]], part: Buffer
     ) -> list[Any]:
         start, end = _span(part)
         for number, (first, last) in enumerate(spans):
@@ -89,11 +157,17 @@ class BulkCarriage:
                 if offer is None:
                     offer = offers.buffers[number] = self._porter.offer(memoryview(whole[number]))
                 return [offer.key, offer.nbytes, start - first, end - start]
-        return self._copy(offers, part, now)
+        return self._copy(offers, part)
 
-    def _copy(self, offers: Offers, part: Buffer, now: int) -> list[Any]:
-        offer = self._porter.offer(memoryview(part))
-        offers.copies.append((now, offer))
+    def _copy(self, offers: Offers, part: Buffer) -> list[Any]:
+        offer = self._porter.offer_copy(memoryview(part).cast("B"))
+        if offer is None:
+            most, nbytes = self._porter.most_copied, nbytes_of(part)
+            msg = f"no room for a copy of {nbytes:,} bytes: copies for readers may take {most:,} bytes of this host"
+            raise NoRoom(msg, for_now=nbytes <= most)
+        offers.copies.append(_Copy(offer, self._now()))
+        with self._lock:
+            self._copied.add(offers)
         return [offer.key, offer.nbytes, 0, offer.nbytes]
 
     # -- the reader's side ---------------------------------------------------------------------------------------------
@@ -136,7 +210,7 @@ class BulkCarriage:
         bulk = self._porter.bulk
         if bulk is None:
             raise lost(ref, "this process pulls nothing")
-        left_s = max(0.001, (deadline_ns - time.monotonic_ns()) / 1e9)
+        left_s = max(0.001, (deadline_ns - self._now()) / 1e9)
         wanted = Range(0, offset, nbytes, total)
         pulls.append(
             bulk.pull(ref.endpoints.get("data", ()), key, [wanted], [memory.data.cast("B")], deadline_s=left_s)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -18,7 +19,7 @@ from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.codec import JoinedRef, Ref, decode, encode
 from zbus.codec.refs import lost, rows_from_wire, rows_to_wire
 from zbus.codec.rows import describe, lengths_of, rows_of, take
-from zbus.data.carriage import Offers
+from zbus.data.carriage import NoRoom, Offers
 from zbus.data.lease import Lease
 from zbus.data.porter import Porter
 from zbus.data.refstore import OWN, Full, Holding, RefStore
@@ -36,6 +37,9 @@ _DEAF_NS: Final = 5_000_000_000
 
 _AT_ONCE: Final = 256
 """Most values that one question to an owner is about."""
+
+_BUSY_S: Final = 0.2
+"""How soon an owner is asked again that had no room for copies."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,14 @@ class Carriage(Protocol):
             offers: What is offered of the value so far.
             whole: All buffers of the value.
             parts: What is wanted: views of them, or copies.
+
+        Raises:
+            NoRoom: Copies are needed, and there is no room for them.
         """
+        ...
+
+    def tick(self) -> None:
+        """Drop what was copied for readers and is not asked for any more."""
         ...
 
     def fetch(self, ref: Ref, sizes: Sequence[int], offered: Any, deadline_ns: int) -> Buffers:
@@ -218,6 +229,8 @@ class Desk:
         with self._lock:
             gone = self._store.tick(self._now(), self._is_over)
         del gone
+        if self.carriage is not None:
+            self.carriage.tick()
 
     def _limit_error(self, full: Full, method: str) -> RefLimitError:
         what = f"the {full.nbytes:,} bytes that `{method}` made" if method else "more"
@@ -244,7 +257,8 @@ class Desk:
             reader: Token of the reader's process; empty where it shares no memory with this one.
 
         Returns:
-            ``{"gone": why}``, or body, sizes and whereabouts of the buffers.
+            ``{"gone": why}``, ``{"busy": why}`` where it is to be asked again, or body, sizes and whereabouts of the
+            buffers.
         """
         with self._lock:
             held = self._store.find(generation, number)
@@ -278,10 +292,14 @@ class Desk:
         chosen = rows_from_wire(rows)
         whole = self._porter.courier.in_full(value.frames)
         frames = whole if chosen is None else encode(take(_shown(whole), chosen))
+        try:
+            offered = self.carriage.offer(value.offers, whole[1:], frames[1:])
+        except NoRoom as full:
+            return {"busy" if full.for_now else "gone": str(full)}
         return {
             "body": bytes(frames[0]),
             "sizes": [nbytes_of(frame) for frame in frames[1:]],
-            "offered": self.carriage.offer(value.offers, whole[1:], frames[1:]),
+            "offered": offered,
             "taken": chosen is not None,
         }
 
@@ -318,11 +336,19 @@ class Desk:
             else:
                 owners.setdefault((ref.role, ref.rank, ref.incarnation), []).append(ref)
         for listed in owners.values():
-            for start in range(0, len(listed), _AT_ONCE):
-                some = listed[start : start + _AT_ONCE]
+            while listed:
+                some, listed = listed[:_AT_ONCE], listed[_AT_ONCE:]
                 answers = ask(some[0], [self.question(ref) for ref in some], deadline_ns)
+                opened = len(found)
                 for ref, answer in zip(some, answers, strict=True):
-                    found[ref] = self.opened(ref, answer, deadline_ns)
+                    if "busy" not in answer:
+                        found[ref] = self.opened(ref, answer, deadline_ns)
+                    elif self._now() < deadline_ns:
+                        listed.append(ref)
+                    else:
+                        raise lost(ref, str(answer["busy"]))
+                if len(found) == opened:  # the owner has no room until other readers have taken theirs
+                    time.sleep(_BUSY_S)
         return found
 
     def opened(self, ref: Ref, answer: Mapping[str, Any], deadline_ns: int) -> Any:

@@ -268,37 +268,62 @@ class Porter:
         bulk.offer(offer.key, view)
         return offer
 
+    def offer_copy(self, copy: memoryview) -> Offer | None:
+        """Offer memory that was copied for one reader, as ``offer`` does; None if copies take too much already."""
+        nbytes = copy.nbytes
+        if not self._has_room(nbytes, made=True):
+            return None
+        return self._offer_counted(copy, nbytes)
+
+    @property
+    def most_copied(self) -> int:
+        """Most bytes of copies on offer at once."""
+        from zbus.data.arena import host_memory
+
+        return (host_memory()[1] or 4 << 30) // 4 if self._most_copied is None else self._most_copied
+
     def _copy(self, data: memoryview | bytes) -> Offer | None:
         """Offer a copy; None if too much is on offer already."""
         import numpy as np
-
-        from zbus.data.arena import host_memory
 
         bulk = self.bulk
         assert bulk is not None  # noqa: S101  # asked before
         bulk.let_go()  # most often the answer before this one, whose memory this one can have
         nbytes = len(data)
-        available, total = host_memory()
-        with self._lock:
-            while self._ended:
-                self._copied -= self._ended.popleft()
-            # Each process has its own bound, and all of a host share the memory: as of shared memory, a tenth stays.
-            most = (total or 4 << 30) // 4 if self._most_copied is None else self._most_copied
-            if self._copied + nbytes > most or available - nbytes < total // 10:
-                return None
-            self._copied += nbytes
+        if not self._has_room(nbytes):
+            return None
         try:
             copy = self._warm_memory().empty((nbytes,), "u1")
             np.copyto(copy, np.frombuffer(data, np.uint8))  # without the interpreter's lock
         except BaseException:
             self._ended.append(nbytes)
             raise
+        return self._offer_counted(copy.data.toreadonly(), nbytes)
+
+    def _has_room(self, nbytes: int, *, made: bool = False) -> bool:
+        """Take room for a copy, if there is; ``made``: its memory is taken already."""
+        from zbus.data.arena import host_memory
+
+        available, total = host_memory()
+        most = self.most_copied
+        with self._lock:
+            while self._ended:
+                self._copied -= self._ended.popleft()
+            # Each process has its own bound, and all of a host share the memory: as of shared memory, a tenth stays.
+            if self._copied + nbytes > most or available - (0 if made else nbytes) < total // 10:
+                return False
+            self._copied += nbytes
+        return True
+
+    def _offer_counted(self, copy: memoryview, nbytes: int) -> Offer:
+        bulk = self.bulk
+        assert bulk is not None  # noqa: S101  # asked before
 
         def ended(made: Offer) -> None:
             self._ended.append(nbytes)
             bulk.withdraw(made.key)
 
-        offer = Offer(copy.data.toreadonly(), ended)
+        offer = Offer(copy, ended)
         bulk.offer(offer.key, offer.buffer)
         return offer
 

@@ -22,6 +22,7 @@ class Stock:
 
     def __init__(self) -> None:
         self._offers: dict[bytes, tuple[memoryview, ...]] = {}
+        self._asked_ns: dict[bytes, int] = {}
         self.refused: dict[str, int] = {}
         self.nbytes = 0
 
@@ -47,15 +48,22 @@ class Stock:
         views = self._offers.pop(key, None)
         if views is None:
             return False
+        self._asked_ns.pop(key, None)
         self.nbytes -= sum(view.nbytes for view in views)
         return True
 
-    def answer(self, ask: PartHeader) -> tuple[Status, memoryview | None]:
-        """Return the bytes that are asked for, or why they are not given; a refusal is counted."""
+    def asked_ns(self, key: bytes) -> int | None:
+        """Return when bytes under a key were last asked for and given; None: never, or it is not offered."""
+        return self._asked_ns.get(key)
+
+    def answer(self, ask: PartHeader, now: int = 0) -> tuple[Status, memoryview | None]:
+        """Return the bytes that are asked for now (ns), or why they are not given; a refusal is counted."""
         status, view = self._find(ask)
         if view is None:
             reason = f"ask_{status.name.lower()}"
             self.refused[reason] = self.refused.get(reason, 0) + 1
+        else:
+            self._asked_ns[ask.key] = now
         return status, view
 
     def _find(self, ask: PartHeader) -> tuple[Status, memoryview | None]:

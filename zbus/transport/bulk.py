@@ -207,6 +207,11 @@ class Bulk:
         self._withdrawn.append(key)
         self._reactor.wake()
 
+    def asked_ns(self, key: bytes) -> int | None:
+        """Return when anything under a key was last asked for, by the clock of this object; None: not yet."""
+        with gate, self._reactor.lock:
+            return self._stock.asked_ns(key)
+
     def let_go(self) -> None:
         """Let go of what is withdrawn now, not when the bulk thread comes to it: its memory is wanted again."""
         if self._withdrawn:

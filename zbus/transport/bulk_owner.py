@@ -84,7 +84,7 @@ class Counter:
         except PartError as error:
             self._refuse(error.reason)
             return
-        status, view = self._stock.answer(ask)
+        status, view = self._stock.answer(ask, self._reactor.clock.monotonic_ns())
         if view is None:
             self._send(peer, [peer, pack(ask._replace(kind=Kind.REFUSED, status=status))])
         elif self._send(peer, [peer, pack(ask._replace(kind=Kind.PART)), view]):
