@@ -20,7 +20,7 @@ from zbus.codec import JoinedRef, Ref, decode, encode
 from zbus.codec.refs import lost, rows_from_wire, rows_to_wire
 from zbus.codec.rows import describe, lengths_of, rows_of, take
 from zbus.data.carriage import NoRoom, Offers
-from zbus.data.lease import Lease
+from zbus.data.lease import SHARED_FROM, Lease
 from zbus.data.porter import Porter
 from zbus.data.refstore import OWN, Full, Holding, RefStore
 from zbus.errors import CodecError, RefLimitError, RefLostError
@@ -107,12 +107,18 @@ class _Value:
         self._joining = threading.Lock()  # several readers may ask for one value at once
         self.offers = Offers()
 
-    def rest(self, porter: Porter) -> Buffer:
-        """Return the buffers that are too small for slots of their own, as one."""
+        self._private = any(type(frame) is not Lease and nbytes_of(frame) >= SHARED_FROM for frame in frames[1:])
+
+    def rest(self, porter: Porter) -> Buffer | None:
+        """Return the buffers that are too small for slots of their own, as one; None where that is none to map."""
+        if self._private:  # for want of shared memory: it is pulled where it stands
+            return None
         with self._joining:
             if self._rest is None:
-                joined = b"".join(bytes(frame) for frame in self.frames[1:] if type(frame) is not Lease)
-                self._rest = porter.kept(joined)
+                joined = porter.kept(b"".join(bytes(frame) for frame in self.frames[1:] if type(frame) is not Lease))
+                if type(joined) is not Lease and nbytes_of(joined) > _INLINE:
+                    return None
+                self._rest = joined
             return self._rest
 
 
@@ -275,9 +281,10 @@ class Desk:
         frames = value.frames
         leases: list[Buffer] = [frame for frame in frames if type(frame) is Lease]
         rest = value.rest(self._porter)
+        if rest is None:
+            return None
         named = [*leases, rest] if type(rest) is Lease else leases
-        too_long = type(rest) is not Lease and nbytes_of(rest) > _INLINE
-        if too_long or self._porter.courier.addressed(named, reader) is not named:
+        if self._porter.courier.addressed(named, reader) is not named:
             return None
         return {
             "body": bytes(frames[0]),
@@ -336,15 +343,16 @@ class Desk:
             else:
                 owners.setdefault((ref.role, ref.rank, ref.incarnation), []).append(ref)
         for listed in owners.values():
-            while listed:
-                some, listed = listed[:_AT_ONCE], listed[_AT_ONCE:]
+            left = listed
+            while left:
+                some, left = left[:_AT_ONCE], left[_AT_ONCE:]
                 answers = ask(some[0], [self.question(ref) for ref in some], deadline_ns)
                 opened = len(found)
                 for ref, answer in zip(some, answers, strict=True):
                     if "busy" not in answer:
                         found[ref] = self.opened(ref, answer, deadline_ns)
                     elif self._now() < deadline_ns:
-                        listed.append(ref)
+                        left.append(ref)
                     else:
                         raise lost(ref, str(answer["busy"]))
                 if len(found) == opened:  # the owner has no room until other readers have taken theirs

@@ -189,13 +189,13 @@ class SocketFactory:
         Raises:
             TransportError: There is no socket or descriptor left for it; ``socket`` is as it was.
         """
-        address = f"inproc://zbus-monitor-{next(_monitor_numbers)}"
+        address, purpose = f"inproc://zbus-monitor-{next(_monitor_numbers)}", "monitor"
         try:
             socket.monitor(address, events)
         except zmq.ZMQError as error:
-            raise self._no_socket("monitor", error) from error
+            raise self._no_socket(purpose, error) from error
         try:
-            watcher = self._new(zmq.PAIR, "monitor", None)
+            watcher = self._new(zmq.PAIR, purpose, None)
             watcher.connect(address)
         except BaseException:
             end_monitor(socket)

@@ -47,6 +47,14 @@ class Slow:
         return data
 
 
+def test_a_value_without_shared_memory_is_not_copied_for_a_near_reader():
+    """What had to be kept privately is pulled where it stands: joining it would take its memory twice."""
+    porter = Slow()
+    lent = _Value([b"body", memoryview(bytearray(SHARED_FROM)), b"small"])
+    assert lent.rest(porter) is None
+    assert porter.made == 0
+
+
 def at_once(job):
     """Run a job on two threads and return what both returned."""
     got = []
@@ -172,7 +180,7 @@ def test_a_copy_is_kept_for_as_long_as_it_is_asked_for(desks, clock):
 
 
 def test_copies_for_readers_are_bounded_and_who_finds_no_room_asks_again(desks, clock):
-    """The bound of all copies of the process holds for them; room that others leave is used; what never fits is said."""
+    """The bound of all copies of a process holds for them; room that others leave is used; what never fits is said."""
     owner, reader = desks(most_copied=3 * ROW), desks()
     whole = owner.keep(np.zeros((8, ROW), np.uint8))
     far = int(scaled(60) * 1e9)
