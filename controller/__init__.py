@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from controller.futures import wait_future_ordered as wait_future_ordered
     from controller.group import Group as Group
     from controller.role import Role as Role
+    from controller.rollout import Rollout as Rollout
+    from controller.rollout import RolloutTimeout as RolloutTimeout
     from controller.scheduling.api import Job as Job
     from controller.scheduling.api import ScheduleStrategy as ScheduleStrategy
     from controller.scheduling.api import Scheduling as Scheduling
@@ -45,6 +47,7 @@ _HOMES: Final = {
     "controller.futures": ("BatchFuture", "wait_future_ordered"),
     "controller.group": ("Group",),
     "controller.role": ("Role",),
+    "controller.rollout": ("Rollout", "RolloutTimeout"),
     "controller.scheduling.api": ("Job", "ScheduleStrategy", "Scheduling", "Worker"),
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}

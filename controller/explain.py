@@ -214,6 +214,21 @@ TEXTS: Final[dict[str, Explanation]] = {
             "Give it more: data.refs=64GiB",
         ),
     ),
+    "ZB0410": Explanation(
+        "a rollout made nothing to use",
+        1,
+        "The error names the rollout, how it ended (failed, lost, rejected, stale or cancelled) and the rank; its own "
+        "error stands below as the cause. What other rollouts made is kept for the next call.",
+        (
+            "The workflow, the engine or the filter raised: the cause shows where.",
+            "Ranks died under it as often as RolloutController(attempts=...) allows, or none is left.",
+        ),
+        (
+            "Repair what the cause names.",
+            "Look at the ranks: zbus-controller status",
+            "Let batches pass over some: RolloutController(tolerate=4)",
+        ),
+    ),
     "ZB0501": Explanation(
         "the registry cannot be read or written",
         5,

@@ -75,6 +75,11 @@ class Group:
         return self._view.core.placer
 
     @property
+    def roster(self) -> Roster:
+        """Who is in the whole role now."""
+        return self._view.core.roster
+
+    @property
     def endpoints(self) -> Mapping[str, EndpointSpec]:
         """The endpoint table."""
         return self._view.core.roster.endpoints()

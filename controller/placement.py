@@ -466,6 +466,8 @@ class Placement:
         Waiting runs nothing twice, so it needs no leave to retry.
         """
         order = self.order
+        if order.retry is not None and order.retry.budget_s == 0:
+            return False
         waited_s = time.monotonic() - self._began
         if waited_s > (order.deadline_s or _PATIENCE_S):
             return False

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from zbus.errors import RefLostError as RefLostError
     from zbus.errors import RegistryError as RegistryError
     from zbus.errors import RemoteError as RemoteError
+    from zbus.errors import RolloutError as RolloutError
     from zbus.errors import StartupError as StartupError
     from zbus.errors import TransportError as TransportError
     from zbus.errors import TrialError as TrialError
@@ -103,6 +104,7 @@ _HOMES: Final = {
         "RefLostError",
         "RegistryError",
         "RemoteError",
+        "RolloutError",
         "StartupError",
         "TransportError",
         "TrialError",

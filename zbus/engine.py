@@ -70,7 +70,20 @@ MAIN: Final = "main"
 RESERVED_LANES: Final = frozenset({"ctl", "data", "discovery"})
 RESERVED_NAMES: Final = frozenset(
     {
-        *("batch", "builtin", "endpoints", "group", "mesh", "method", "options", "placer", "ranks", "ready", "role"),
+        *(
+            "batch",
+            "builtin",
+            "endpoints",
+            "group",
+            "mesh",
+            "method",
+            "options",
+            "placer",
+            "ranks",
+            "ready",
+            "role",
+            "roster",
+        ),
         *("setup", "recover", "teardown"),
     }
 )

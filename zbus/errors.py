@@ -19,6 +19,7 @@ All are ``Exception`` (never ``KeyboardInterrupt``) and survive ``copy`` and ``p
     ├── Fenced                 ZB0602  exit 11  a newer epoch or incarnation holds this place
     ├── RefLostError           ZB0408  exit 4   the value behind a Ref is gone: its owner ended, or it was released
     ├── RefLimitError          ZB0409  exit 1   a process keeps as many bytes for Refs as it may
+    ├── RolloutError           ZB0410  exit 1   a rollout made nothing to use
     ├── CodecError             ZB0405  exit 1   a value cannot be carried exactly, or bytes are not a valid value
     └── CallError                               base of everything a call can end in but success
         ├── RemoteError        ZB0401  exit 1   the engine raised; also an instance of the original builtin class
@@ -53,6 +54,7 @@ __all__ = [
     "RefLostError",
     "RegistryError",
     "RemoteError",
+    "RolloutError",
     "StartupError",
     "TransportError",
     "TrialError",
@@ -214,6 +216,20 @@ class RefLimitError(ZbusError):
 
     code = "ZB0409"
     started: bool = True
+
+
+class RolloutError(ZbusError):
+    """A rollout made nothing to use; its own error, if it has one, is the cause.
+
+    Attributes:
+        rollout: Which: a ``controller.rollout.Rollout``.
+        finished: Of a batch: all that had finished by then, in order of submission.
+    """
+
+    code = "ZB0410"
+
+    rollout: Any = None
+    finished: Sequence[Any] = ()
 
 
 class CallError(ZbusError):

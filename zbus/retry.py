@@ -70,7 +70,8 @@ class RetryPolicy:
         factor: What each further pause is multiplied by.
         max_backoff_s: Longest pause, in seconds.
         jitter: Share of a pause that is random: 0 is none, 0.5 draws from 50 % to 100 % of it.
-        budget_s: Time for all executions together, in seconds; None: the call's deadline alone.
+        budget_s: Time for all executions together, in seconds; None: the call's deadline alone. 0: now or not at all,
+            so that a call does not wait for a rank to come back either.
     """
 
     attempts: int = 3

@@ -21,8 +21,9 @@ from controller.group import Group
 from controller.role import Role
 from controller.scheduling.inline import InlineRuntime
 from fake_placer import lost, make_group, ok, raised
+from waiting import wait_until
 from zbus.engine import AnyOne
-from zbus.errors import BatchError, CallTimeout, ConfigError, Unavailable
+from zbus.errors import BatchError, CallTimeout, ConfigError, RolloutError, Unavailable
 from zbus.protocol.messages import Outcome, OutcomeKind
 
 NOT_SENT = Outcome(OutcomeKind.NOT_EXECUTED, None, "worker_exit", "it died before the call was sent", 0)
@@ -158,34 +159,36 @@ def test_the_train_controller_is_its_group(bus):
 
 def test_rollouts_come_back_in_order_of_submission(bus):
     """wait(n) takes n finished rollouts, lowest number first, each once."""
-    rollout = RolloutController(bus, "actor")
-    numbers = [rollout.submit(item) for item in range(6)]
-    assert numbers == list(range(6))
-    first = rollout.wait(2, timeout=10)
-    rest = rollout.wait(4, timeout=10)
-    assert sorted(first + rest) == [0, 10, 20, 30, 40, 50]
-    assert rest == sorted(rest)
-    with pytest.raises(ValueError, match="1 rollouts asked for, 0 are open"):
-        rollout.wait(1)
+    with RolloutController(bus, "actor") as rollout:
+        numbers = [rollout.submit(item) for item in range(6)]
+        assert numbers == list(range(6))
+        first = [one.value for one in rollout.wait(2, timeout=10)]
+        rest = [one.value for one in rollout.wait(4, timeout=10)]
+        assert sorted(first + rest) == [0, 10, 20, 30, 40, 50]
+        assert rest == sorted(rest)
+        with pytest.raises(ValueError, match="1 rollouts asked for, 0 are open"):
+            rollout.wait(1)
 
 
 def test_a_rollout_batch_keeps_the_order_of_its_items(bus):
     """One answer per item, in input order; a failed one is told with the others kept."""
-    rollout = RolloutController(bus, "actor")
-    assert rollout.rollout_batch([3, 1, 2]) == [30, 10, 20]
-    with pytest.raises(BatchError) as caught:
-        rollout.rollout_batch([1, 13])
-    assert caught.value.results == {0: 10}
+    with RolloutController(bus, "actor") as rollout:
+        assert [one.value for one in rollout.rollout_batch([3, 1, 2])] == [30, 10, 20]
+        good, bad = rollout.rollout_batch([1, 13], errors="return")
+        assert (good.result(), bad.outcome) == (10, "failed")
+        with pytest.raises(RolloutError, match="unlucky") as caught:
+            rollout.rollout_batch([1, 13])
+        assert isinstance(caught.value.__cause__, ValueError)
 
 
 def test_waiting_for_rollouts_ends(bus):
     """Too few in time: a CallTimeout, and nothing was taken."""
-    rollout = RolloutController(bus, "actor", "never")
-    rollout.submit(1)
-    with pytest.raises(CallTimeout, match=r"0 of 1 rollouts finished within 0\.02 s"):
-        rollout.wait(1, timeout=0.02)
-    rollout.cancel()
-    assert "0 open" in repr(rollout)
+    with RolloutController(bus, "actor", "never") as rollout:
+        rollout.submit(1)
+        with pytest.raises(CallTimeout, match=r"0 of 1 rollouts finished within 0\.02 s"):
+            rollout.wait(1, timeout=0.02)
+        rollout.cancel()
+        wait_until(lambda: "0 open" in repr(rollout), what="the end of what was cancelled")
 
 
 def test_a_rollout_endpoint_must_be_any_one(bus):

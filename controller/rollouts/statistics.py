@@ -1,0 +1,58 @@
+"""Statistics of rollouts: what ended how since the last time, how long it took, how stale it was when handed out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from controller.rollouts.results import Rollout
+
+if TYPE_CHECKING:
+    from controller.rollouts.control import Answers
+    from controller.rollouts.driver import Driver
+
+__all__ = ["Counters"]
+
+
+class Counters:
+    """Records what is handed out; any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen: dict[str, int] = {}
+        self._times: dict[str, list[float]] = {}
+
+    def handed_out(self, rollouts: Iterable[Rollout], version: int) -> None:
+        """Note rollouts that a caller gets while ``version`` counts."""
+        with self._lock:
+            for one in rollouts:
+                self._times.setdefault("queued_s", []).append(one.queued_s)
+                self._times.setdefault("ran_s", []).append(one.ran_s)
+                if one.accepted and one.oldest is not None:
+                    self._times.setdefault("staleness", []).append(float(version - one.oldest))
+
+    def export(self, driver: Driver, answers: Answers) -> dict[str, float]:
+        """Return statistics since the last time, with those of the ranks merged.
+
+        Raises:
+            ValueError: Ranks declare a key differently, or hand over no statistics; key and place are named.
+        """
+        from zbus.rl.stats import Stats, merge, values  # numpy is needed here, not to run rollouts
+
+        own = Stats()
+        with self._lock, own.scope("rollout"):
+            counts, self._seen = self._seen, dict(driver.tasks.counts)
+            times, self._times = self._times, {}
+            for name, count in self._seen.items():
+                own.scalar({str(name): count - counts.get(name, 0)}, reduce="sum")
+            for name, numbers in times.items():
+                for number in numbers:
+                    own.scalar({name: number})
+            queued, running, ready = driver.tasks.tally()
+            stale = len(driver.routes.stale())
+            own.scalar(
+                queued=queued, running=running, ready=ready, version=driver.tasks.staleness.version,
+                ranks_stale=stale, ranks_missing=len(answers.missing),
+            )  # fmt: skip
+        return values(merge([own.export(), *answers.values.values()]))
