@@ -281,6 +281,22 @@ TEXTS: Final[dict[str, Explanation]] = {
             "Name it fully, EXPERIMENT/TRIAL or its directory, and its root with --root.",
         ),
     ),
+    "ZB0802": Explanation(
+        "the dump to go on from is missing, broken, or of another run; or one cannot be written",
+        8,
+        "A run with --resume goes on from the newest dump in the trial's checkpoints/recover. That one is judged by "
+        "its manifest before anything is loaded, and is never passed over in silence. Nothing on disk was changed.",
+        (
+            "Files of the dump were removed, changed or truncated: `wrong` names the first.",
+            "The driver or the config has other roles, parts or generators than the run that wrote the dump.",
+            "The disk is full, so a new dump could not be written; the earlier ones are as they were.",
+        ),
+        (
+            "Put the files back where there is a copy.",
+            "Go on from the newest whole dump: zbus-controller run TARGET --trial T --resume recover.fallback=true",
+            "Begin anew: zbus-controller run TARGET --trial T --overwrite",
+        ),
+    ),
 }
 """Explanation of each code."""
 

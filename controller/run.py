@@ -71,6 +71,7 @@ class Run:
         bus: The controller, its roles ready.
         config: The ``params`` section as a plain dict.
         resume: Whether an earlier run of this trial shall be continued.
+        recover: The section ``recover`` of the config, for ``Recover.of(run)``.
         trial_dir: Paths of the trial.
     """
 
@@ -84,6 +85,7 @@ class Run:
         self.bus = bus
         self.config: dict[str, Any] = context.config.params
         self.resume = context.resume
+        self.recover = context.config.recover
         self.trial_dir: TrialDir = bus.trial
         self._progress = progress
         self._table = table

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from zbus.errors import OutcomeUnknown as OutcomeUnknown
     from zbus.errors import ProtocolMismatch as ProtocolMismatch
     from zbus.errors import RankClaimed as RankClaimed
+    from zbus.errors import RecoverError as RecoverError
     from zbus.errors import RefLimitError as RefLimitError
     from zbus.errors import RefLostError as RefLostError
     from zbus.errors import RegistryError as RegistryError
@@ -100,6 +101,7 @@ _HOMES: Final = {
         "OutcomeUnknown",
         "ProtocolMismatch",
         "RankClaimed",
+        "RecoverError",
         "RefLimitError",
         "RefLostError",
         "RegistryError",

@@ -13,6 +13,7 @@ All are ``Exception`` (never ``KeyboardInterrupt``) and survive ``copy`` and ``p
     │   ├── EngineLoadError    ZB0202  exit 2   an engine class cannot be imported or is not an Engine
     │   └── RankClaimed        ZB0203  exit 2   two workers claim one rank
     ├── TrialError             ZB0801  exit 8   trial not found, ambiguous, or in use
+    ├── RecoverError           ZB0802  exit 8   the dump a trial shall go on from is missing or broken
     ├── RegistryError          ZB0501  exit 5   the registry cannot be read or written
     ├── TransportError         ZB0502  exit 5   a socket cannot be made, bound or connected
     ├── ProtocolMismatch       ZB0601  exit 6   peers speak different protocol versions
@@ -50,6 +51,7 @@ __all__ = [
     "OutcomeUnknown",
     "ProtocolMismatch",
     "RankClaimed",
+    "RecoverError",
     "RefLimitError",
     "RefLostError",
     "RegistryError",
@@ -129,6 +131,13 @@ class TrialError(ZbusError):
     """A trial is not found, ambiguous, or in use by a live controller."""
 
     code = "ZB0801"
+    exit_code = 8
+
+
+class RecoverError(ZbusError):
+    """The dump that a trial shall go on from is missing, broken or of another run, or a new one cannot be written."""
+
+    code = "ZB0802"
     exit_code = 8
 
 

@@ -1,4 +1,4 @@
-"""Every system call of the registry, the crash journal and key files fails in turn: no hang, nothing corrupt."""
+"""Every system call of the registry, the crash journal, key files and dumps fails in turn: no hang, nothing corrupt."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ SWEPT = {
     "journal": FILES | {"unlink", "mmap", "truncate", "allocate"},
     "key_write": FILES | {"write", "fsync"},
     "key_read": FILES,
+    "dump": FILES | {"write", "fsync", "rename", "unlink"},
 }
 """By scenario, the calls that it makes: each of them is failed."""
 

@@ -16,6 +16,7 @@ __all__ = [
     "Config",
     "Duration",
     "LogConfig",
+    "RecoverConfig",
     "RoleConfig",
     "RpcConfig",
     "SchedulerConfig",
@@ -156,6 +157,22 @@ class DataConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     ref_lease: Limit = 60.0
 
 
+class RecoverConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """When a driver that keeps dumps writes one, and what `--resume` does with a broken one.
+
+    Attributes:
+        every_steps: Dump after so many steps; 0: not by steps.
+        every: Dump once so much time has passed since the last; 0: not by time.
+        keep: Dumps that stay.
+        fallback: Where the newest dump is broken or missing, go on from the newest whole one instead of refusing.
+    """
+
+    every_steps: Count = 0
+    every: Duration = 300.0
+    keep: Positive = 2
+    fallback: bool = False
+
+
 class LogConfig(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """What the console shows.
 
@@ -189,6 +206,7 @@ class Config(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     rpc: RpcConfig = RpcConfig()
     trace: TraceConfig = TraceConfig()
     data: DataConfig = DataConfig()
+    recover: RecoverConfig = RecoverConfig()
     log: LogConfig = LogConfig()
     params: dict[str, Any] = {}
 

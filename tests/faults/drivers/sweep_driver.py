@@ -1,4 +1,4 @@
-"""Every system call of registry, crash journal and key files fails once, twice, for good, at every place in turn.
+"""Every system call of registry, journal, key files and dumps fails once, twice, for good, at every place in turn.
 
 ``LD_PRELOAD=failcalls.so python sweep_driver.py DIRECTORY SCENARIO``: prints how many calls were failed, by call, as
 JSON. Ends with 1 and the place at the first promise that breaks.
@@ -20,7 +20,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from zbus.errors import ConfigError, RegistryError
+from controller.recover import Recover, RecoverState
+from zbus.config import TrialDir
+from zbus.errors import ConfigError, RecoverError, RegistryError
 from zbus.registry import FileRegistry, Lease, Records
 from zbus.registry.records import EpochRecord, JobRecord, WorkerRecord
 from zbus.runtime.journal import CrashJournal, read_journal
@@ -201,6 +203,54 @@ def key_read(root: Path) -> None:
     require("a key is read whole", read_secret(root / "key") == KEYS)
 
 
+# -- dumps -------------------------------------------------------------------------------------------------------------
+
+
+class Saved:
+    """A training role whose state is one number in a file."""
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def save(self, path: str) -> None:
+        """Write it."""
+        Path(path).write_text(str(self.value))
+
+    def load(self, path: str) -> None:
+        """Take it over."""
+        self.value = int(Path(path).read_text())
+
+
+def open_recover(root: Path, engine: Saved) -> Recover:
+    """Return the dumps of a trial, of which one stays."""
+    return Recover(TrialDir.at(root, "e", "t"), engines={"actor": engine}, keep=1)
+
+
+def dump_begin(root: Path) -> None:
+    """Write the dump that stands before the faults."""
+    (root / "e" / "t" / "checkpoints").mkdir(parents=True)
+    open_recover(root, Saved(10)).dump(RecoverState(step=1))
+
+
+def dump(root: Path) -> None:
+    """Write the next dump, and look at it where that succeeded."""
+    recover = open_recover(root, Saved(20))
+    recover.dump(RecoverState(step=2))
+    found = recover.latest()
+    require("a dump that was written is the newest", found is not None and found.state.step == 2)
+
+
+def dump_after(root: Path) -> None:
+    """The old dump or the new one is whole, and the next run goes on from it."""
+    engine = Saved()
+    recover = open_recover(root, engine)
+    state = recover.start(resume=True)
+    require("the newest dump is whole", (state.step, engine.value) in ((1, 10), (2, 20)))
+    recover.dump(RecoverState(step=3))
+    found = [entry.name for entry in (root / "e" / "t" / "checkpoints" / "recover").iterdir()]
+    require(f"nothing else is left, not {found}", found == ["00000003"])
+
+
 Step = Callable[[Path], None]
 SCENARIOS: dict[str, tuple[Step, Step, Step]] = {
     **{
@@ -210,8 +260,9 @@ SCENARIOS: dict[str, tuple[Step, Step, Step]] = {
     "journal": (nothing, journal, journal_after),
     "key_write": (nothing, key_write, key_write_after),
     "key_read": (key_read_begin, key_read, key_write_after),
+    "dump": (dump_begin, dump, dump_after),
 }
-TOLD = (RegistryError, ConfigError, OSError)
+TOLD = (RegistryError, ConfigError, RecoverError, OSError)
 """What a caller is told of a failure; anything else is a bug."""
 
 
