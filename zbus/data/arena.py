@@ -244,10 +244,15 @@ class Arena:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def statistics(self) -> dict[str, int]:
-        """Return bytes held, bytes in use, number of slots, and how often there was no room."""
+        """Return bytes held, bytes in use, number of slots, and how often there was no room.
+
+        What only readers that are gone have open is not in use.
+        """
         with self._lock:
             self._take_back()
             self._pool.collect(time.monotonic_ns())
+            if self._bury(self._pool.awaited()):
+                self._pool.collect(time.monotonic_ns())
             return {
                 "shared_bytes": self._pool.total,
                 "shared_lent_bytes": self._pool.lent,

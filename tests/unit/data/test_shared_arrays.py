@@ -160,6 +160,16 @@ def test_a_reader_that_is_killed_holds_nothing_back(courier, root):
             assert type(keep(memoryview(np.zeros(40 << 20, np.uint8)))) is Lease
 
 
+def test_what_only_the_dead_have_open_does_not_count_as_in_use(courier, root):
+    """The figures say so at once, also where nothing is lent any more."""
+    with reading(root) as reader:
+        reader.open(lend(courier, reader, np.zeros(SIZE, np.uint8)), courier.token)
+        assert courier.statistics()["shared_lent_bytes"] == SIZE
+        reader.process.kill()
+        reader.process.wait()
+        assert courier.statistics()["shared_lent_bytes"] == 0
+
+
 def test_a_killed_reader_does_not_speak_for_its_successor(courier, root):
     """What is lent goes to the next process, which never opens it: memory is free with the lease all the same."""
     with reading(root) as one, reading(root) as two:
