@@ -446,7 +446,7 @@ class Members:
         if outcome.kind is OutcomeKind.OK:
             self._installed(member, decode(outcome.payload or ()))
             return
-        if outcome.kind is OutcomeKind.APP_ERROR:
+        if outcome.is_error:
             member.error = rebuild_exception(
                 decode(outcome.payload or ()),
                 role=member.name.role,

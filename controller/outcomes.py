@@ -14,11 +14,11 @@ from zbus.errors import (
     CallCancelled,
     CallError,
     CallTimeout,
+    CodecError,
     Fenced,
     NotExecuted,
     OutcomeUnknown,
-    RefLimitError,
-    RefLostError,
+    RemoteError,
     Unavailable,
     WorkerLost,
 )
@@ -66,6 +66,9 @@ class SupersededRefusal(Unavailable, Fenced):
     exit_code = Fenced.exit_code
 
 
+_REFUSED: Final = "refused"
+"""Reason of a call that its worker could not start; the payload describes why."""
+
 _SUPERSEDED: Final = "superseded"
 """Reason of a peer that obeys another controller."""
 
@@ -92,8 +95,9 @@ class Origin:
 def error_of(outcome: Outcome, origin: Origin) -> CallError:
     """Make the error for an outcome other than OK. Reads the worker's facts, so never call it under a lock."""
     facts = origin.roster.facts(origin.peer)
-    if outcome.kind is OutcomeKind.APP_ERROR and not outcome.reason:
-        return _remote(outcome, origin, facts)
+    if outcome.is_error and outcome.reason in ("", _REFUSED):
+        told = _remote(outcome, origin, facts)
+        return _unread(told, origin, facts) if told.reason == _REFUSED and _is_of_codec(told) else told
     cls, text, more = _kind(outcome, origin)
     error = cls(
         text,
@@ -162,7 +166,7 @@ def unavailable(error: Unavailable, origin: Origin, names: str) -> Unavailable:
     )
 
 
-def _remote(outcome: Outcome, origin: Origin, facts: WorkerFacts) -> CallError:
+def _remote(outcome: Outcome, origin: Origin, facts: WorkerFacts) -> RemoteError:
     from zbus.codec import decode
     from zbus.codec.exceptions import rebuild_exception
 
@@ -178,8 +182,29 @@ def _remote(outcome: Outcome, origin: Origin, facts: WorkerFacts) -> CallError:
         log_tail=facts.log_tail,
     )
     error.batch = origin.number
-    unstarted = isinstance(error, RefLostError | RefLimitError) and not error.started
-    error.outcome = OutcomeKind.NOT_EXECUTED.value if unstarted else outcome.kind.value
+    error.outcome = outcome.kind.value
+    error.reason = outcome.reason or error.reason
+    return error
+
+
+def _is_of_codec(error: RemoteError) -> bool:
+    return (error.remote_module, error.remote_type) == (CodecError.__module__, CodecError.__name__)
+
+
+def _unread(cause: RemoteError, origin: Origin, facts: WorkerFacts) -> NotExecuted:
+    """Make the error of a call whose arguments did not come, or could not be read: the engine raised nothing."""
+    name = origin.peer.name
+    error = NotExecuted(
+        f"{name.role}.{origin.method} on rank {name.rank} did not run: its arguments could not be had: "
+        f"{cause.remote_message}",
+        **{**_place_of(origin, facts), "hint": cause.hint or facts.hint},
+        attempts=cause.attempts,
+        outcome=cause.outcome,
+        reason=cause.reason,
+        remote_traceback=cause.remote_traceback,
+        facts={**cause.facts, **facts.facts},
+    )
+    error.__cause__ = cause
     return error
 
 

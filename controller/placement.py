@@ -268,7 +268,7 @@ class Placement:
                 pass
             elif outcome.kind in _LOST and outcome.reason in _GONE:
                 self._lost_at = self._lost_at or time.monotonic()
-            elif outcome.kind is OutcomeKind.APP_ERROR:
+            elif outcome.is_error:
                 self._failed_at.setdefault(call, time.monotonic())
             watchers = tuple(self._watchers) if self._watchers else ()
             parts = list(self._parts.values()) if outcome.kind is not _OK else ()

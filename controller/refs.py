@@ -480,7 +480,7 @@ class ClientLink:
             if outcome.kind is OutcomeKind.OK:
                 answers: Sequence[Mapping[str, Any]] = decode(outcome.payload or ())
                 return answers
-            if outcome.kind is OutcomeKind.APP_ERROR and outcome.payload is not None:
+            if outcome.is_error and outcome.payload is not None:
                 raise lost(ref, f"its owner failed to tell where it is: {decode(outcome.payload).get('message', '')}")
             raise lost(ref, outcome.evidence or "its owner did not answer in time")
 

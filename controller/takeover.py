@@ -121,8 +121,11 @@ class OrphanResult:
         if status == Status.NOT_KEPT:
             msg = f"{method} ran to its end, and its answer was too large to keep"
             return OutcomeUnknown(msg, role=self.role, rank=self.rank, method=method)
-        if status in (Status.APP_ERROR, Status.STOPPED):
-            return rebuild_exception(
+        if status in (Status.APP_ERROR, Status.STOPPED, Status.NOT_STARTED):
+            error = rebuild_exception(
                 decode(frames), role=self.role, rank=self.rank, host=None, pid=None, method=method, attempts=1
             )
+            if status == Status.NOT_STARTED:
+                error.outcome, error.reason = "NOT_EXECUTED", "refused"
+            return error
         return NotExecuted(f"{method} did not run", role=self.role, rank=self.rank, method=method)

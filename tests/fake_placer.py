@@ -49,6 +49,12 @@ def raised(error: BaseException) -> Outcome:
     return Outcome(OutcomeKind.APP_ERROR, encode(describe_exception(error)))
 
 
+def refused(error: BaseException) -> Outcome:
+    """Make the outcome of a call that its worker could not start."""
+    described = encode(describe_exception(error))
+    return Outcome(OutcomeKind.NOT_EXECUTED, described, "refused", "the worker could not start it")
+
+
 def lost(evidence: str = "killed by SIGKILL; the call was running", reason: str = "worker_exit") -> Outcome:
     """Make the outcome of a worker that died."""
     return Outcome(OutcomeKind.UNKNOWN, None, reason, evidence)

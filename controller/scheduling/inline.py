@@ -642,6 +642,7 @@ class InlineRefs:
 _KINDS: Final = {
     Status.OK: (OutcomeKind.OK, "", ""),
     Status.APP_ERROR: (OutcomeKind.APP_ERROR, "", ""),
+    Status.NOT_STARTED: (OutcomeKind.NOT_EXECUTED, "refused", "the worker could not start it"),
     Status.STOPPED: (OutcomeKind.APP_ERROR, "cancelled", "it had started and was stopped at a checkpoint"),
     Status.CANCELLED: (OutcomeKind.CANCELLED, "cancelled", "it had not begun"),
     Status.EXPIRED: (OutcomeKind.NOT_EXECUTED, "deadline", "expired before it started"),
@@ -661,7 +662,7 @@ class _Answers:
     ) -> None:
         """Take the end of one call."""
         what, reason, evidence = _KINDS[status]
-        payload = buffers if what in (OutcomeKind.OK, OutcomeKind.APP_ERROR) else None
+        payload = buffers or None
         self._runtime.ended(self._peer, request, index, Outcome(what, payload, reason, evidence))
 
     def chunk(self, request: Execute, number: int, buffers: Buffers) -> None:

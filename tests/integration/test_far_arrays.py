@@ -16,7 +16,7 @@ from zbus.config import Config
 from zbus.config.schema import DataConfig, SchedulerConfig
 from zbus.data.porter import PULL_FROM, Porter
 from zbus.data.presence import VARIABLE
-from zbus.errors import CallCancelled, CallTimeout, NotExecuted, OutcomeUnknown, RemoteError, WorkerLost
+from zbus.errors import CallCancelled, CallTimeout, NotExecuted, OutcomeUnknown, WorkerLost
 from zbus.transport.carrier import Reach
 
 MIB = 1 << 20
@@ -247,11 +247,12 @@ def test_a_call_that_is_cancelled_while_its_arguments_come_does_not_begin(
         assert behind.result(scaled(20)) == (0 if lane == "beside" else [digest(large[:9])])
 
 
-def test_an_argument_from_an_owner_that_is_gone_is_an_error_of_the_call(tmp_path, elsewhere, monkeypatch):
-    """There is no such address here: told at once, long before the deadline."""
+def test_an_argument_from_an_owner_that_is_gone_ends_the_call_unstarted(tmp_path, elsewhere, monkeypatch):
+    """There is no such address here: told at once, and the method is known not to have run."""
     monkeypatch.setattr(Porter, "reach", property(lambda _: Reach("", ("ipc:///nowhere/data",))))
     with (
         launch(tmp_path, arrays(1, env=elsewhere)) as bus,
-        pytest.raises(RemoteError, match="no way to the owner of the data"),
+        pytest.raises(NotExecuted, match="no way to the owner of the data") as caught,
     ):
         bus.group("actor").digest(np.zeros(4 * MIB, np.uint8))
+    assert (caught.value.outcome, caught.value.reason) == ("NOT_EXECUTED", "refused")

@@ -50,6 +50,7 @@ fault: clock of a controller jumps
 fault: clock of a worker jumps · fault: restart on another host · fault: lie · bad welcome
 fault: crash before the mark of a start · fault: crash behind the mark of a start
 fault: crash before the mark of an end · fault: crash behind it · outcome: UNKNOWN evicted · message: FAILURE NOT_KEPT
+message: FAILURE NOT_STARTED · outcome: NOT_EXECUTED refused
 orphan · refused: FENCED_EPOCH dead · refused: FENCED_EPOCH ready · refused: FENCED_INCARNATION suspect
 """
 

@@ -161,7 +161,7 @@ def causes(
     """
 
     def place(failure: Failure) -> tuple[int, int]:
-        if failure.outcome.kind is OutcomeKind.APP_ERROR and not failure.outcome.reason:
+        if failure.outcome.is_error and failure.outcome.reason in ("", "refused"):
             return (1 if is_echo(failure) else 0), failure.order
         return _CLASS.get(failure.outcome.reason, 3), failure.order
 

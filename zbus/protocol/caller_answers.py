@@ -151,6 +151,7 @@ class LaneAnswers(LaneSending):
 
     _FAILURES: Final[dict[int, tuple[OutcomeKind, str, str]]] = {
         Status.APP_ERROR: (OutcomeKind.APP_ERROR, "", ""),
+        Status.NOT_STARTED: (OutcomeKind.NOT_EXECUTED, "refused", "the worker could not start it"),
         Status.CANCELLED: (OutcomeKind.CANCELLED, "cancelled", ""),
         Status.EXPIRED: (OutcomeKind.NOT_EXECUTED, "deadline", "expired before it started"),
         Status.PREDECESSOR: (OutcomeKind.NOT_EXECUTED, "predecessor", "a call before it in its batch failed"),

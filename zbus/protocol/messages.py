@@ -84,6 +84,8 @@ class Status(enum.IntEnum):
     STOPPED = 9
     # FAILURE and END: it ran to its end, and its reply was not kept for lack of room
     NOT_KEPT = 14
+    # FAILURE: its method could not be started; the body describes the error that kept it from that
+    NOT_STARTED = 15
     # PROGRESS: where the call is
     HELD = 10
     QUEUED = 11
@@ -138,11 +140,11 @@ class Outcome(NamedTuple):
 
     Attributes:
         kind: See ``OutcomeKind``.
-        payload: Encoded result (OK) or encoded exception description (APP_ERROR); None otherwise.
+        payload: Encoded result (OK) or encoded exception description (APP_ERROR; ``refused``); None otherwise.
         reason: Why, for the other kinds (and for an APP_ERROR that ``cancelled`` or ``deadline`` brought about at a
             checkpoint): ``deadline``, ``worker_exit``, ``lease``, ``predecessor``, ``fenced``,
             ``evicted``, ``cancelled``, ``shutdown``, ``protocol``, ``not_sent``, ``gang`` (another rank of a call
-            that starts together was lost before the start).
+            that starts together was lost before the start), ``refused`` (the worker could not start it).
         evidence: One plain sentence for a person, such as "began, no end".
         attempts: How many times the request was transmitted.
     """
@@ -152,6 +154,11 @@ class Outcome(NamedTuple):
     reason: str = ""
     evidence: str = ""
     attempts: int = 1
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the payload describes an exception: the method's, or one that kept it from starting."""
+        return self.kind is OutcomeKind.APP_ERROR or self.reason == "refused"
 
 
 # -- effects: what a pure machine asks its shell to do. NamedTuples: immutable, and three times cheaper to make than a

@@ -89,7 +89,7 @@ class RolloutEngine(zbus.Engine):
         """Take tensors from memory: pieces (in most cases one ``Ref``, which is mapped, not sent), in order.
 
         Args:
-            pieces: Each ``{"manifest", "data"}`` as ``TrainEngine.publish_weights`` makes it, all tensors or some.
+            pieces: Each ``{"manifest", "data", "full"}`` as ``TrainEngine.publish_weights`` makes it.
             version: What the weights are called afterwards.
             digest: What *all* weights must hash to afterwards.
 
@@ -104,9 +104,24 @@ class RolloutEngine(zbus.Engine):
         return self._take(", ".join(paths), version, digest, lambda: self.do_load(paths))
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="once", start="together")
-    def receive_weights(self, name: str, manifest: Sequence[Sequence[Any]], version: int, digest: str) -> str:
-        """Take tensors broadcast over a weights group in the order of ``manifest``; returns as ``update_weights``."""
-        return self._take(f"group {name}", version, digest, lambda: self.do_receive(name, manifest))
+    def receive_weights(
+        self,
+        name: str,
+        manifest: Sequence[Sequence[Any]],
+        version: int,
+        digest: str,
+        full: bool = True,  # noqa: FBT001, FBT002  # as it is called
+    ) -> str:
+        """Take tensors broadcast over a weights group in the order of ``manifest``; returns as ``update_weights``.
+
+        Args:
+            name: Of the group.
+            manifest: What comes.
+            version: What the weights are called afterwards.
+            digest: What *all* weights must hash to afterwards.
+            full: Whether the manifest holds all tensors of the model.
+        """
+        return self._take(f"group {name}", version, digest, lambda: self.do_receive(name, manifest, full))
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="once")
     def join_weights_group(
@@ -127,7 +142,7 @@ class RolloutEngine(zbus.Engine):
     def weights(self) -> dict[str, Any]:
         """Tell ``version``, ``digest`` (of what is in memory, computed anew), ``torn`` and ``paused``."""
         return {
-            "version": self._version, "digest": self.do_digest(), "torn": self._torn, "paused": self._paused,
+            "version": self._version, "digest": self.do_digest(anew=True), "torn": self._torn, "paused": self._paused,
         }  # fmt: skip
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure")
@@ -185,7 +200,7 @@ class RolloutEngine(zbus.Engine):
         except ConfigError:  # refused before the first write
             self._torn = before
             raise
-        found = self.do_digest()
+        found = self.do_digest(anew=False)
         if found != digest:
             self._torn = f"version {version} from {source} has digest {found}, not {digest}"
             return found
@@ -243,12 +258,16 @@ class RolloutEngine(zbus.Engine):
         """Leave it."""
         raise NotImplementedError
 
-    def do_receive(self, name: str, manifest: Sequence[Sequence[Any]]) -> None:
-        """Receive broadcasts of a group in the order of the manifest into the model."""
+    def do_receive(self, name: str, manifest: Sequence[Sequence[Any]], full: bool) -> None:  # noqa: FBT001  # a hook mirrors its endpoint
+        """Receive broadcasts of a group in the order of the manifest into the model, refusing as ``do_update``."""
         raise NotImplementedError
 
-    def do_digest(self) -> str:
-        """Return the digest of all weights, as ``zbus.rl.weights`` defines it, in the dtypes they last came in."""
+    def do_digest(self, anew: bool) -> str:  # noqa: FBT001  # called by this class alone
+        """Return the digest of all weights, as ``zbus.rl.weights`` defines it, in the dtypes they last came in.
+
+        Args:
+            anew: Hash all of them, not only what was written since.
+        """
         raise NotImplementedError
 
     def do_version(self, version: int) -> None:

@@ -131,8 +131,8 @@ class TrainEngine(zbus.Engine):
 
         Returns:
             Of rank 0: ``manifest`` (``zbus.rl.weights``), ``digest`` of *all* weights in that dtype, ``full`` (whether
-            the manifest holds all of them), ``nbytes``, and ``ref``: a ``Ref`` to ``{"manifest", "data"}``, ``data``
-            being the one buffer that the manifest describes, or None. None on other ranks.
+            the manifest holds all of them), ``nbytes``, and ``ref``: a ``Ref`` to ``{"manifest", "data",
+            "full"}``, ``data`` being the one buffer that the manifest describes, or None. Nothing on other ranks.
         """
         return self.do_publish_weights(dtype, since, keep)
 

@@ -67,8 +67,11 @@ class BatchHost(Owner, Protocol):
     def refused(self, request: Execute, index: int, now: int) -> bool:
         """Answer a call that is not to begin any more, and say so."""
 
-    def fail(self, request: Execute, index: int, method: Any, error: BaseException, started: int, decoded: int) -> None:
-        """Answer a call that raised."""
+    def fail(
+        self, request: Execute, index: int, method: Any, error: BaseException, started: int, decoded: int, *,
+        begun: bool = True,
+    ) -> None:  # fmt: skip
+        """Answer a call that raised, or (not ``begun``) could not be started."""
 
     def encode_answer(self, request: Execute, value: Any) -> list[Buffer]:
         """Return the frames of an answer."""
@@ -139,7 +142,8 @@ def run_batch(  # noqa: C901, PLR0915  # hot path: one loop, in which every furt
             except BaseException as error:  # whatever a method raises is its call's outcome  # noqa: BLE001
                 if ring.has_begun(seq):
                     ring.raised(seq)
-                host.fail(request, index, method, error, started, decoded)
+                begun = type(method) is str and method in known
+                host.fail(request, index, method, error, started, decoded, begun=begun)
                 if request.strict:
                     _skip(holding, request, index + 1)
                     break

@@ -124,11 +124,19 @@ class Context:
         """
         import socket
 
+        return socket.socket(fileno=self.listen_fd(index))
+
+    def listen_fd(self, index: int = 0) -> int:
+        """Return ``socket(index)`` as a descriptor, for libraries that take one; the caller owns it.
+
+        Raises:
+            ConfigError: As ``socket``.
+        """
         self.port(index)
         if index >= len(self.listen_fds):
             msg = "this context holds no sockets: they come from the agent, and this engine runs without one"
             raise ConfigError(msg)
-        return socket.socket(fileno=os.dup(self.listen_fds[index]))
+        return os.dup(self.listen_fds[index])
 
     def init_torch(self, backend: str = "gloo", *, timeout_s: float = 120.0) -> None:
         """Initialise torch.distributed over the ranks of this group; call on every rank, on the main thread.

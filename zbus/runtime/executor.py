@@ -363,6 +363,7 @@ class Executor:
         calls[index] = None
         running[key] = CurrentCall(self, request, method, seq, decoded)
         marks = self._marks(request)
+        begun = False
         try:
             function = self.resolve(request, method)
             special = calls.specials.get(index) if type(calls) is SpecialCalls else None
@@ -370,6 +371,7 @@ class Executor:
                 args, kwargs = self._prepared(request, special, args, kwargs)
                 if self.refused(request, index, time.monotonic_ns()):  # meanwhile
                     return False
+            begun = True
             marks.begin(seq)
             try:
                 value = function(*args, **kwargs)
@@ -388,7 +390,7 @@ class Executor:
             value = args = kwargs = None
             marks.answered(seq, frames)
         except BaseException as error:  # whatever a method raises is its call's outcome  # noqa: BLE001
-            self.fail(request, index, method, error, started, decoded)
+            self.fail(request, index, method, error, started, decoded, begun=begun)
             return False
         finally:
             running.pop(key, None)
@@ -556,7 +558,7 @@ class Executor:
         except BaseException as error:  # as in _run_one; a cancel is an outcome too  # noqa: BLE001
             stopped = not begun and not self._closed and self._is_stop(request, error)
             if not stopped or not self.refused(request, index, time.monotonic_ns()):
-                self.fail(request, index, method, error, started, decoded)
+                self.fail(request, index, method, error, started, decoded, begun=begun)
             return False
         finally:
             running.pop(id(call), None)
@@ -649,7 +651,7 @@ class Executor:
                     self._answers.finish(request, index, Kind.FAILURE, status, (words,))
                 return None
             for index in range(request.calls):
-                self.fail(request, index, "?", error, now, 0)
+                self.fail(request, index, "?", error, now, 0, begun=False)
             return None
         finally:
             self._pulls.pop((request.session, request.lane, request.seq), None)
@@ -768,10 +770,14 @@ class Executor:
         started: int,
         decoded: int,
         *,
+        begun: bool = True,
         chunks: int = 0,
         kind: Kind = Kind.FAILURE,
     ) -> None:
-        """Answer a call that raised, and say so in the log, as far as the log takes it: its disk may be full."""
+        """Answer a call that raised, and say so in the log, as far as the log takes it: its disk may be full.
+
+        ``begun``: its method was started; else that is what failed.
+        """
         if self._closed:
             return  # nobody takes answers any more
         ended = time.monotonic_ns()
@@ -779,15 +785,17 @@ class Executor:
         stopped = self._is_stop(request, error)
         frames = encode(describe_exception(error))
         encoded = time.monotonic_ns()
-        status = Status.STOPPED if stopped else Status.APP_ERROR
+        status = Status.STOPPED if stopped else Status.APP_ERROR if begun else Status.NOT_STARTED
+        outcome = "APP_ERROR" if begun else "NOT_EXECUTED"
         self._answers.finish(request, index, kind, status, frames, chunks=chunks)
-        self.record(request, request.seq + index, str(method), started, decoded, ended, "APP_ERROR", encoded)
+        self.record(request, request.seq + index, str(method), started, decoded, ended, outcome, encoded)
         if stopped:
             with contextlib.suppress(Exception):
                 print(f"zbus: {self.name} {method!r} was stopped before its end", file=sys.stderr)  # the log  # noqa: T201
             return
         try:
-            print(f"zbus: {self.name} {method!r} raised:", file=sys.stderr)  # stderr is the worker's log  # noqa: T201
+            what = "raised" if begun else "was not started"
+            print(f"zbus: {self.name} {method!r} {what}:", file=sys.stderr)  # stderr is the worker's log  # noqa: T201
             traceback.print_exception(error)
         except BaseException:  # a repr or str that raises: the log has what was written so far  # noqa: BLE001
             with contextlib.suppress(Exception):

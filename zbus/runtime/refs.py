@@ -88,7 +88,7 @@ class Asker:
             if outcome.kind is OutcomeKind.OK:
                 answers: Sequence[Mapping[str, Any]] = decode(outcome.payload or ())
                 return answers
-            if outcome.kind is OutcomeKind.APP_ERROR and outcome.payload is not None:
+            if outcome.is_error and outcome.payload is not None:
                 told = decode(outcome.payload)
                 raise lost(ref, f"its owner failed to tell where it is: {told.get('message', '')}")
             if time.monotonic_ns() >= deadline_ns:

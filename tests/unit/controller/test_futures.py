@@ -11,15 +11,17 @@ import pytest
 import zbus
 from controller.futures import BatchFuture, wait_future_ordered
 from controller.outcomes import WaitTimeout
-from fake_placer import FakeState, lost, make_group, ok, raised
+from fake_placer import FakeState, lost, make_group, ok, raised, refused
 from waiting import wait_until
 from zbus.engine import AnyOne, First, Same
 from zbus.errors import (
     BatchError,
     CallCancelled,
     CallTimeout,
+    CodecError,
     NotExecuted,
     OutcomeUnknown,
+    RefLostError,
     RemoteError,
     Unavailable,
     WorkerLost,
@@ -343,6 +345,26 @@ def test_every_outcome_has_its_error(outcome, cls, text):
     assert type(caught.value) is cls
     assert str(caught.value).startswith(("actor.train on rank 0 ", "actor/0 "))
     assert (caught.value.outcome, caught.value.reason) == (outcome.kind.value, outcome.reason)
+
+
+def test_a_call_that_could_not_be_started_raises_why_and_did_not_run():
+    """No such endpoint, a value that is gone: that error; arguments that did not come: NotExecuted and the cause."""
+    group, placer, _ = make_group(Actor, 1)
+    for told, cls in ((AttributeError("no x"), AttributeError), (RefLostError("gone"), RefLostError)):
+        placer.auto = lambda request, told=told: request.answer(refused(told))
+        future = group.train.submit()
+        with pytest.raises(cls) as caught:
+            future.result()
+        assert (caught.value.outcome, caught.value.reason) == ("NOT_EXECUTED", "refused")
+        assert [one.outcome for one in future.outcomes()] == ["NOT_EXECUTED"]
+    error = CodecError("8 bytes could not be pulled", hint="open the port")
+    placer.auto = lambda request: request.answer(refused(error))
+    with pytest.raises(
+        NotExecuted, match=r"actor.train on rank 0 did not run: its arguments .* could not be pulled"
+    ) as caught:
+        group.train()
+    assert isinstance(caught.value.__cause__, RemoteError)
+    assert (caught.value.outcome, caught.value.reason) == ("NOT_EXECUTED", "refused")
 
 
 def test_errors_survive_copy_and_pickle():

@@ -162,14 +162,14 @@ def test_a_result_that_cannot_be_sent_was_still_executed(executor: Executor) -> 
 def test_what_is_never_called_is_never_marked(executor: Executor, bad: Execute) -> None:
     """No such method, an unreadable request: nothing started."""
     executor.run_main(bad)
-    assert story == [("finish", 4, "APP_ERROR")]
+    assert story == [("finish", 4, "NOT_STARTED")]
 
 
 @pytest.mark.parametrize("body", [(["add", [1], {}],), {"add": 1}, {"abc"}, "abc", [None], [["add", [1]]], [3]])
 def test_what_is_no_list_of_calls_is_answered_and_never_run(executor: Executor, body: Any) -> None:
     """A request that holds something else than calls costs its sender an answer, and nobody anything more."""
     executor.run_main(Execute(SESSION, "main", 4, 1, encode(body), None, 0, False, 1, 0))
-    assert story == [("finish", 4, "APP_ERROR")]
+    assert story == [("finish", 4, "NOT_STARTED")]
 
 
 class Argument:

@@ -131,6 +131,7 @@ def test_every_failure_word_has_its_outcome():
     """What the worker says decides what is known."""
     expected = {
         Status.APP_ERROR: "finish 0 APP_ERROR",
+        Status.NOT_STARTED: "finish 0 NOT_EXECUTED refused",
         Status.EXPIRED: "finish 0 NOT_EXECUTED deadline",
         Status.CANCELLED: "finish 0 NOT_EXECUTED deadline",  # nobody cancelled: it was the deadline's CANCEL
         Status.PREDECESSOR: "finish 0 NOT_EXECUTED predecessor",

@@ -34,6 +34,10 @@ MESSAGES = {
     "empty result": (Header(Kind.RESULT, SESSION, 2, 7, "main", 42, status=Status.OK), [b""]),
     "large result": (Header(Kind.RESULT, SESSION, 2, 7, "main", 43, status=Status.OK), [b"v" * (INLINE_BYTES + 1)]),
     "failure": (Header(Kind.FAILURE, SESSION, 2, 7, "main", 41, status=Status.APP_ERROR), [b"error"]),
+    "failure before the start": (
+        Header(Kind.FAILURE, SESSION, 2, 7, "main", 41, status=Status.NOT_STARTED),
+        [b"error"],
+    ),
     "chunk": (Header(Kind.CHUNK, SESSION, 2, 7, "main", 41, floor=12), [b"item"]),
     "end": (Header(Kind.END, SESSION, 2, 7, "main", 41, floor=13, status=Status.OK), []),
     "progress": (Header(Kind.PROGRESS, SESSION, 2, 7, "main", 41, status=Status.RUNNING), []),

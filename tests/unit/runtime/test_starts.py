@@ -12,7 +12,9 @@ import pytest
 import zbus
 from waiting import scaled, wait_until
 from zbus.codec import Ref, encode
+from zbus.data.desk import refs_in
 from zbus.engine import endpoints_of
+from zbus.errors import CodecError, RefLostError
 from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Status
 from zbus.runtime.executor import Executor
 
@@ -43,9 +45,14 @@ class SlowRefs:
         self.gate = threading.Event()
         self.asked = threading.Event()
         self.checked_on: list[str] = []
+        self.gone = False
 
     def fill(self, value: Any, deadline_ns: int | None) -> Any:
         self.asked.set()
+        if self.gone and list(refs_in(value)):
+            raise RefLostError("actor/1 no longer has it")
+        if self.gone:
+            return value
         assert self.gate.wait(scaled(20))
         return [["weights"], {}]
 
@@ -127,7 +134,7 @@ def test_on_an_async_lane_calls_begin_in_order_though_the_first_waits_for_its_ar
         assert passed.wait(scaled(20))
     assert bench.engine.began == []
     bench.refs.gate.set()
-    assert bench.told(5) == ["OK", "OK", "OK", "OK", "APP_ERROR"]
+    assert bench.told(5) == ["OK", "OK", "OK", "OK", "NOT_STARTED"]
     wait_until(lambda: len(bench.engine.began) == 4)
     if method == "load":  # a thread's first step may come late
         assert bench.engine.began[:2] == ["weights", "second"]
@@ -182,3 +189,40 @@ def test_a_call_whose_result_is_kept_and_has_no_handles_changes_no_thread(bench:
     bench.executor.dispatch(bench.request(0, ["load", [1], {}, {"keep": 1}]))
     assert bench.told(1) == ["OK"]
     assert bench.refs.checked_on == ["zbus-async"]
+
+
+@pytest.mark.parametrize("method", ["load_main", "load", "load_beside"])
+def test_a_call_whose_handle_is_lost_was_not_started_and_says_so(bench: Bench, method: str) -> None:
+    """NOT_STARTED on every kind of lane, alone and within a batch, whose other calls go on."""
+    bench.refs.gone = True
+    lane = "main" if method == "load_main" else "rollout"
+    run = bench.executor.run_main if lane == "main" else bench.executor.dispatch
+    run(bench.request(0, [method, [ref()], {}], lane=lane))
+    run(bench.request(1, [method, [ref()], {}], [method, ["free"], {}], lane=lane))
+    assert bench.told(3) == ["NOT_STARTED", "NOT_STARTED", "OK"]
+    assert bench.engine.began == ["free"]
+
+
+class NoArrays:
+    """Arrays that never come."""
+
+    def must_pull(self, frames: Buffers) -> bool:
+        return True
+
+    def opened(self, frames: Buffers, session: bytes, deadline_s: float | None, begun: Any) -> Buffers:
+        raise CodecError("8 bytes could not be pulled from tcp://10.0.0.1:9")
+
+    def keeper(self, session: bytes) -> None:
+        return None
+
+
+@pytest.mark.parametrize("method", ["load_main", "load"])
+def test_calls_whose_arrays_do_not_come_were_not_started_and_say_so(bench: Bench, method: str) -> None:
+    """All calls of the request: none of them can be read."""
+    bench.executor._arrays = NoArrays()
+    lane = "main" if method == "load_main" else "rollout"
+    (body,) = encode([[method, [1], {}]] * 2)
+    request = Execute(SESSION, lane, 0, 2, [body, b"x" * 600], None, 0, False, 1, 0, 1)
+    (bench.executor.run_main if lane == "main" else bench.executor.dispatch)(request)
+    assert bench.told(2) == ["NOT_STARTED", "NOT_STARTED"]
+    assert bench.engine.began == []

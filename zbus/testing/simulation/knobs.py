@@ -46,6 +46,7 @@ class Knobs:
         batch: Share of requests with several calls.
         strict: Share of batches that are strict.
         app_error: Share of calls that raise.
+        refuses: Share of calls whose method cannot be started.
         stream: Share of requests that stream.
         group: Share of requests that go to more than one worker.
         lanes: Lanes in use.
@@ -132,6 +133,7 @@ class Knobs:
     garbled: float
     unreplaced: float
     holds: int
+    refuses: float = 0.0
     adaptive: bool = False
     fills: int = 0
     pace: int = 0
@@ -195,6 +197,7 @@ def draw(
     rng: Random,
     later: Random,
     latest: Random,
+    newest: Random,
     size: str = "small",
     *,
     tracing: dict[str, Any] | None = None,
@@ -206,6 +209,7 @@ def draw(
         rng: The run's generator.
         later: Another one, for what was added later: so the runs of old seeds stay what they were where it is off.
         latest: As ``later``, for what was added after that.
+        newest: As ``latest``, for what was added after that.
         size: ``small`` (a few calls, for millions of schedules), ``large`` (deep histories), or ``trace`` (as small,
             with one call: for the traces).
         tracing: What ``trace_knobs`` draws.
@@ -224,7 +228,7 @@ def draw(
         return 1 + int(r() * top * scale) if r() < on * share else 0
 
     partitions = count(2, 0.6)
-    more, newest = later.random, latest.random
+    more, even_more, unready = later.random, latest.random, newest.random
     window = (2, 4, 8, 64)[int(r() * 4)]
     return Knobs(
         workers=1 + int(r() * (4 if large else 2.5)),
@@ -266,9 +270,10 @@ def draw(
         together=more() if more() < 0.25 else 0.0,
         crash_sends=int(not calm and more() < 0.05),
         cooperative=more() < 0.12,
-        garbled=newest() if not calm and newest() < 0.12 else 0.0,
-        unreplaced=newest() if newest() < 0.4 else 0.0,
-        holds=1 + int(newest() * 2) if not calm and newest() < 0.12 else 0,
+        garbled=even_more() if not calm and even_more() < 0.12 else 0.0,
+        unreplaced=even_more() if even_more() < 0.4 else 0.0,
+        holds=1 + int(even_more() * 2) if not calm and even_more() < 0.12 else 0,
+        refuses=unready() * 0.5 if unready() < 0.12 else 0.0,
         **(tracing or {}),
         **({} if calm else rough or {}),
     )

@@ -52,7 +52,7 @@ class Call:
 
     __slots__ = (
         "batch", "cancelled", "chunks", "deadline", "ended", "gang", "held", "index", "key", "marked", "outcome",
-        "placed", "result", "said", "size", "started", "stream", "strict", "token",
+        "placed", "refused", "result", "said", "size", "started", "stream", "strict", "token",
     )  # fmt: skip
 
     def __init__(
@@ -77,6 +77,7 @@ class Call:
         self.cancelled = False
         self.gang: GangTruth | None = None
         self.held = False
+        self.refused = False  # its worker could not start it
         self.marked = False  # the crash journal was told that it starts
 
     def __repr__(self) -> str:
@@ -179,7 +180,7 @@ class Ledger:
             told = "" if outcome is None or outcome.kind not in _PROVED else outcome.reason
             if told == "gang" or (told in ("deadline", "cancelled") and not excuse):
                 broken("P4", f"{call!r} is told {told} before the start, but {ran[0]!r} started")
-            if not call.started and not excuse:
+            if not call.started and not excuse and not call.refused:
                 broken("P4", f"{ran[0]!r} started and {call!r} did not")
 
     def start(self, call: Call, *, epoch: int, highest: int, over: str, alone: bool) -> None:

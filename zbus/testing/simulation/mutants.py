@@ -430,6 +430,13 @@ def errors_are_results(patch: Patch) -> None:
 
 
 @mutant("I4")
+def refusals_are_errors(patch: Patch) -> None:
+    """A call that could not be started is told as one that raised."""
+    table = {**CallerLane._FAILURES, Status.NOT_STARTED: (OutcomeKind.APP_ERROR, "", "")}
+    patch.setattr(CallerLane, "_FAILURES", table)
+
+
+@mutant("I4")
 def items_out_of_order(patch: Patch) -> None:
     """Items of a stream are delivered as they come."""
 

@@ -268,6 +268,11 @@ class SimWorker:
         call = running.calls[running.index]
         if self._dies_at(1):
             return
+        if world.knobs.refuses and world.random() < world.knobs.refuses:
+            call.refused = True
+            self._answer(running, Kind.FAILURE, Status.NOT_STARTED, (b"why",))
+            self._go_on(running, failed=True)
+            return
         if world.knobs.journal:
             call.marked = True
             self._ring(running.request).begin(call.key[3])
@@ -346,10 +351,14 @@ class SimWorker:
         status = Status.STOPPED if stopped else Status.APP_ERROR if failed else Status.OK
         word = Kind.END if call.stream else Kind.FAILURE if failed else Kind.RESULT
         self._answer(running, word, status, (result,))
+        self._go_on(running, failed=failed)
+
+    def _go_on(self, running: _Running, *, failed: bool) -> None:
+        """Come to the next call of a request, if there is one."""
         if running.request.strict and failed:
             running.poisoned = True
         while self.alive and running.index < len(running.calls):
-            if running.cancelled and world.knobs.cooperative:
+            if running.cancelled and self.world.knobs.cooperative:
                 self._answer(running, Kind.FAILURE, Status.CANCELLED, ())
                 continue
             if not running.poisoned:

@@ -56,6 +56,9 @@ _ROUGH: Final = 0xB9DCF761
 _LATEST: Final = 0x51B1E5
 """Salt of the generator of what was added after that."""
 
+_NEWEST: Final = 0x51B1EA
+"""Salt of the generator of what was added last; chosen as ``_LATER``."""
+
 
 def _epoch(controller: SimController) -> int:
     return controller.epoch
@@ -102,8 +105,9 @@ class World:
         if knobs is None:
             traced = draw_tracing(Random(seed ^ _TRACING), size)  # noqa: S311  # as above
             knobs = draw(
-                self.rng, later, latest, size, tracing=traced, rough=draw_rough(self.rough, size) if rough else None
-            )
+                self.rng, later, latest, Random(seed ^ _NEWEST), size,  # noqa: S311  # as above
+                tracing=traced, rough=draw_rough(self.rough, size) if rough else None,
+            )  # fmt: skip
         self.knobs = knobs
         self.covered = covered
         self.story = story
