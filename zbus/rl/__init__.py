@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from zbus.rl.generation import VersionSpan as VersionSpan
     from zbus.rl.rollout_engine import RolloutEngine as RolloutEngine
     from zbus.rl.stats import Stats as Stats
+    from zbus.rl.steps import Report as Report
+    from zbus.rl.steps import part as part
     from zbus.rl.train_engine import TrainEngine as TrainEngine
     from zbus.rl.weights import TensorInfo as TensorInfo
     from zbus.rl.workflow import EpisodeEngine as EpisodeEngine
@@ -25,6 +27,7 @@ _HOMES: Final = {
     "zbus.rl.generation": ("Completion", "Episode", "Sampling", "VersionSpan"),
     "zbus.rl.rollout_engine": ("RolloutEngine",),
     "zbus.rl.stats": ("Stats",),
+    "zbus.rl.steps": ("Report", "part"),
     "zbus.rl.train_engine": ("TrainEngine",),
     "zbus.rl.weights": ("TensorInfo",),
     "zbus.rl.workflow": ("EpisodeEngine", "Workflow"),
