@@ -45,8 +45,8 @@ class TorchTrainEngine(TrainEngine):
     ``make_model`` and ``make_optimizer``.
 
     Args:
-        model: ``"file.py:factory"``, ``{"factory": path, "kwargs": {...}}`` or ``{"hf": directory}``; a relative file is
-            looked up in the ranks' directory and on their import path, where the driver's directory is. None: a
+        model: ``"file.py:factory"``, ``{"factory": path, "kwargs": {...}}`` or ``{"hf": directory}``; a relative file
+            is looked up in the ranks' directory and on their import path, where the driver's directory is. None: a
             subclass makes it.
         dtype: Torch's name of the dtype of weights and arithmetic; None: the factory's.
         device: ``cpu``, ``cuda`` (each rank its own) or ``cuda:N``.
