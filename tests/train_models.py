@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from workers.engines.losses import sft
 
+from workers.engines.losses import sft
 from workers.engines.train import TorchTrainEngine
 
 VOCABULARY = 13

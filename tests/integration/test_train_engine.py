@@ -5,12 +5,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="training needs torch: install zbus-runtime[torch]")
 
-from workers.engines.losses import sft  # noqa: E402
-
 from launching import launch  # noqa: E402  # after torch is known to be there
 from train_kit import batch, role  # noqa: E402
 from train_models import Tiny  # noqa: E402
 from waiting import scaled  # noqa: E402
+from workers.engines.losses import sft  # noqa: E402
 from workers.engines.train.settings import Settings  # noqa: E402
 from workers.engines.train.trainer import Trainer  # noqa: E402
 from zbus.rl.steps import merge_reports  # noqa: E402
