@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from controller.scheduling.api import ScheduleStrategy as ScheduleStrategy
     from controller.scheduling.api import Scheduling as Scheduling
     from controller.scheduling.api import Worker as Worker
+    from controller.weights.sync import WeightSync as WeightSync
 
 _HOMES: Final = {
     "controller.controller": ("Controller",),
@@ -49,6 +50,7 @@ _HOMES: Final = {
     "controller.role": ("Role",),
     "controller.rollout": ("Rollout", "RolloutTimeout"),
     "controller.scheduling.api": ("Job", "ScheduleStrategy", "Scheduling", "Worker"),
+    "controller.weights.sync": ("WeightSync",),
 }
 _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in names}
 

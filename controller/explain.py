@@ -229,6 +229,21 @@ TEXTS: Final[dict[str, Explanation]] = {
             "Let batches pass over some: RolloutController(tolerate=4)",
         ),
     ),
+    "ZB0411": Explanation(
+        "new weights did not get to the ranks that generate",
+        4,
+        "An update of weights failed in the phase that the error names, for all ranks. Ranks whose weights are known "
+        "go on with them; a rank that may hold a mixture is stale and generates nothing until it is refreshed.",
+        (
+            "The training ranks could not gather or write the weights.",
+            "Both roles build different models; the first tensor that does not fit is named.",
+            "A phase took longer than its limit (Limits of WeightSync); who is missing is named.",
+        ),
+        (
+            "Repair what the error names, then update again: it also reaches ranks that missed earlier updates.",
+            "See which ranks there are: zbus-controller status",
+        ),
+    ),
     "ZB0501": Explanation(
         "the registry cannot be read or written",
         5,

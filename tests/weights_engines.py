@@ -34,17 +34,58 @@ def model_of(width: int, seed: int) -> nn.Module:
     return model
 
 
+class Trouble:
+    """What happens where a call reaches a point: ``fail``, ``die``, or wait for a file of that name."""
+
+    def __init__(self) -> None:
+        self.what: Mapping[str, str] = {}
+
+    def at(self, point: str) -> None:
+        what = self.what.get(point)
+        if what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "fail":
+            msg = f"told to fail at {point}"
+            raise RuntimeError(msg)
+        elif what:
+            Path(f"{what}.there").touch()
+            wait_until(Path(what).exists, 60, f"leave to go on at {point}")
+
+
 class Trainer(PublishesWeights, TrainEngine):
     """Trains nothing: its weights are set."""
 
-    def __init__(self, width: int = 8, **_: Any) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.width = width
+        self.trouble = Trouble()
 
     def setup(self, ctx: zbus.Context) -> None:
-        self.ctx = ctx
         self.model = model_of(self.width, 1)
         self.publisher = Publisher(ctx, lambda: tensors_of(self.model))
+
+    def do_publish_weights(self, dtype: str | None, since: str | None, keep: bool) -> dict[str, Any]:
+        self.trouble.at("publish")
+        return super().do_publish_weights(dtype, since, keep)
+
+    def do_broadcast(self, name: str) -> None:
+        self.trouble.at("broadcast")
+        super().do_broadcast(name)
+
+    def do_save_weights(self, path: str) -> dict[str, Any]:
+        self.trouble.at("save")
+        return super().do_save_weights(path)
+
+    @zbus.endpoint(Everywhere(), collect=PerRank(), effect="idempotent")
+    def set_version(self, version: int) -> int:
+        self.trouble.at("version")
+        self._version = version
+        return version
+
+    @zbus.endpoint(Everywhere(), collect=PerRank(), effect="idempotent", lane="trouble")
+    async def expect(self, trouble: Mapping[str, str]) -> None:
+        """As the generator's."""
+        self.trouble.what = dict(trouble)
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="once")
     def step(self, only: str = "") -> None:
@@ -75,44 +116,32 @@ class _Watched(Receiver):
 class Generator(ReceivesWeights, RolloutEngine):
     """Generates nothing: it can be told to fail, to hang or to die where an update reaches a point."""
 
-    def __init__(self, width: int = 8, dtype: str = "float32", trouble: Mapping[str, str] | None = None) -> None:
+    def __init__(self, width: int = 8, dtype: str = "float32") -> None:
         super().__init__()
         self.width, self.dtype = width, dtype
-        self.trouble = dict(trouble or {})
+        self.trouble = Trouble()
         self.resumed = 0
         self.aborted = 0
 
     def setup(self, ctx: zbus.Context) -> None:
-        self.ctx = ctx
         self.model = model_of(self.width, 2).to(getattr(torch, self.dtype))
-        self.receiver = _Watched(lambda: tensors_of(self.model), self._at)
+        self.receiver = _Watched(lambda: tensors_of(self.model), self.trouble.at)
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="idempotent", lane="trouble")
     async def expect(self, trouble: Mapping[str, str]) -> None:
-        """From now on ``fail``, ``die`` or wait for a file at each of these points."""
-        self.trouble = dict(trouble)
+        """From now on meet trouble at these points."""
+        self.trouble.what = dict(trouble)
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure")
     def counts(self) -> tuple[int, int]:
         return self.resumed, self.aborted
 
-    def _at(self, point: str) -> None:
-        what = self.trouble.get(point)
-        if what == "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif what == "fail":
-            msg = f"told to fail at {point}"
-            raise RuntimeError(msg)
-        elif what:
-            Path(f"{what}.there").touch()
-            wait_until(Path(what).exists, 60, f"leave to go on at {point}")
-
     def do_pause(self, mode: PauseMode) -> int:
-        self._at("pause")
+        self.trouble.at("pause")
         return 0
 
     def do_resume(self) -> None:
-        self._at("resume")
+        self.trouble.at("resume")
         self.resumed += 1
 
     def do_abort(self) -> int:
@@ -120,22 +149,22 @@ class Generator(ReceivesWeights, RolloutEngine):
         return 0
 
     def do_reset_cache(self) -> None:
-        self._at("cache")
+        self.trouble.at("cache")
 
     def do_version(self, version: int) -> None:
-        self._at("version")
+        self.trouble.at("version")
 
     def do_state(self) -> dict[str, Any]:
         return {"running": 0, "waiting": 0}
 
     def do_update(self, pieces: Any) -> None:
-        self._at("update")
+        self.trouble.at("update")
         super().do_update(pieces)
 
     def do_load(self, paths: Any) -> None:
-        self._at("update")
+        self.trouble.at("update")
         super().do_load(paths)
 
     def do_receive(self, name: str, manifest: Any, full: bool) -> None:
-        self._at("update")
+        self.trouble.at("update")
         super().do_receive(name, manifest, full)

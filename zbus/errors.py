@@ -21,6 +21,7 @@ All are ``Exception`` (never ``KeyboardInterrupt``) and survive ``copy`` and ``p
     ├── RefLostError           ZB0408  exit 4   the value behind a Ref is gone: its owner ended, or it was released
     ├── RefLimitError          ZB0409  exit 1   a process keeps as many bytes for Refs as it may
     ├── RolloutError           ZB0410  exit 1   a rollout made nothing to use
+    ├── WeightsError           ZB0411  exit 4   new weights did not get to the ranks that generate
     ├── CodecError             ZB0405  exit 1   a value cannot be carried exactly, or bytes are not a valid value
     └── CallError                               base of everything a call can end in but success
         ├── RemoteError        ZB0401  exit 1   the engine raised; also an instance of the original builtin class
@@ -61,6 +62,7 @@ __all__ = [
     "TransportError",
     "TrialError",
     "Unavailable",
+    "WeightsError",
     "WorkerLost",
     "ZbusError",
 ]
@@ -239,6 +241,31 @@ class RolloutError(ZbusError):
 
     rollout: Any = None
     finished: Sequence[Any] = ()
+class WeightsError(ZbusError):
+    """An update of weights failed as a whole; generation goes on where the weights are known.
+
+    Attributes:
+        phase: ``pause``, ``publish``, ``join``, ``transfer`` or ``version``.
+        version: The version that counts, None where none was transferred yet.
+        missing: By rank, why it did not take part.
+    """
+
+    code = "ZB0411"
+    exit_code = 4
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        phase: str,
+        version: int | None = None,
+        missing: Mapping[int, str] | None = None,
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.phase = phase
+        self.version = version
+        self.missing = dict(missing or {})
 
 
 class CallError(ZbusError):

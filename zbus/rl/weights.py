@@ -23,7 +23,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from zbus.codec import register
 from zbus.errors import ConfigError
 
 __all__ = [
@@ -37,6 +36,7 @@ __all__ = [
     "manifest_of",
     "nbytes_of",
     "offsets",
+    "triples_of",
     "views",
 ]
 
@@ -60,7 +60,6 @@ Bytes = npt.NDArray[np.uint8]
 """Flat bytes of a tensor, or of all of them."""
 
 
-@register(tag="zbus.rl.TensorInfo")
 class TensorInfo(NamedTuple):
     """One tensor of a model.
 
@@ -82,6 +81,11 @@ class TensorInfo(NamedTuple):
 
 Manifest = tuple[TensorInfo, ...]
 """Tensors in the order in which they travel; no name twice."""
+
+
+def triples_of(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return a manifest as it travels in calls; ``manifest_of`` reads it."""
+    return [(info.name, info.dtype, info.shape) for info in manifest]
 
 
 def manifest_of(entries: Iterable[Sequence[Any]]) -> Manifest:

@@ -14,7 +14,7 @@ from workers.engines.weights.files import save
 from workers.engines.weights.group import WeightsGroup, host_store
 from workers.engines.weights.tensors import State, as_tensor, bytes_of, check_dtype, dtype_of, info_of
 from zbus.errors import ConfigError
-from zbus.rl.weights import Bytes, Manifest, combine, digests, manifest_of, nbytes_of, views
+from zbus.rl.weights import Bytes, Manifest, combine, digests, manifest_of, nbytes_of, triples_of, views
 
 if TYPE_CHECKING:
     import torch
@@ -68,10 +68,11 @@ class Publisher:
         last, self._last = self._last, None  # what follows may fail half-way
         changes = last is not None and (last.digest, last.dtype) == (since, dtype)
         made = self._changed(last.parts, dtype) if changes and last is not None else self._all(dtype)
-        ref = self._ctx.put({"manifest": made.manifest, "data": made.data, "full": made.full}) if keep else None
+        manifest = triples_of(made.manifest)
+        ref = self._ctx.put({"manifest": manifest, "data": made.data, "full": made.full}) if keep else None
         self._last = made
         return {
-            "ref": ref, "manifest": made.manifest, "digest": made.digest, "full": made.full, "nbytes": made.data.nbytes,
+            "ref": ref, "manifest": manifest, "digest": made.digest, "full": made.full, "nbytes": made.data.nbytes,
         }  # fmt: skip
 
     def _all(self, dtype: str | None) -> _Publication:
