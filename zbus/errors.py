@@ -241,6 +241,8 @@ class RolloutError(ZbusError):
 
     rollout: Any = None
     finished: Sequence[Any] = ()
+
+
 class WeightsError(ZbusError):
     """An update of weights failed as a whole; generation goes on where the weights are known.
 
