@@ -101,6 +101,16 @@ class CalleeAnswers:
         run.chunks.append((header, buffers))
         return [SendTo(header, buffers, lane.peer)]
 
+    def unanswered(self, session_id: bytes, lane_name: str, seq: int) -> list[int]:
+        """Return which calls of a running request have no last word yet, by their number in it."""
+        session = self._sessions.get(session_id)
+        lane = None if session is None else session.lanes.get(lane_name)
+        run = None if lane is None else lane.runs.get(seq)
+        if run is None or run.state is not RunState.RUNNING:
+            return []
+        told = {one for header, _ in run.replies for one in range(header.seq, header.seq + header.calls)}
+        return [index for index in range(run.calls) if seq + index not in told]
+
     def _on_probe(self, header: Header, session: SessionState, lane: Lane, effects: list[Effect]) -> None:
         run = lane.runs.get(header.seq)
         if run is not None:

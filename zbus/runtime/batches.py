@@ -51,6 +51,9 @@ class Holding(Protocol):
     ) -> None:
         """Answer call number ``index`` of a request."""
 
+    def unanswered(self, request: Execute) -> list[int]:
+        """Send what is held, and return which calls of a request then have no answer."""
+
 
 class BatchHost(Owner, Protocol):
     """The executor, as far as a batch needs it."""
@@ -93,7 +96,7 @@ def run_batch(  # noqa: C901, PLR0915  # hot path: one loop, in which every furt
     """Run the calls of a request in order and answer each. Main thread.
 
     An exception of a method, whatever it is, is the outcome of its call. One that a signal handler raises between two
-    calls leaves from here; whoever serves the requests then sends what is held.
+    calls leaves from here; whoever serves the requests then answers the rest (``Executor.give_up``).
 
     Args:
         host: Whose engine it is.

@@ -52,6 +52,7 @@ _METHOD: Final = operator.itemgetter(0)
 _PARTS: Final = {3}
 _TEXT: Final = {str}
 _UNKNOWN: Final = ("?",)
+_NOTHING: Final = (None, ())
 
 _PULLS: Final = 8
 """Async calls whose data may be on its way at once; more wait."""
@@ -187,6 +188,8 @@ class Executor:
         self._streams: dict[tuple[bytes, str, int], RunningStream] = {}
         self.unwanted: set[tuple[bytes, str, int]] = set()  # requests that are not to go on; gone with their end
         self._closed = False
+        # What the main thread runs, and its calls once they are read: None in place of those that have begun.
+        self._at_work: tuple[Execute | None, Sequence[Any]] = _NOTHING
         # First seq, lane, session and methods of the last requests.
         self._recent: deque[tuple[int, str, bytes, Sequence[str]]] = deque(maxlen=512)
         self.done = 0
@@ -252,6 +255,23 @@ class Executor:
     def run_main(self, request: Execute) -> None:
         """Run a request of the main lane to its end."""
         self._run(request)
+        self._at_work = _NOTHING
+
+    def give_up(self, request: Execute, error: BaseException) -> None:
+        """Answer what of a request has no answer: a signal handler raised, not in a method, and ended its run.
+
+        Main thread. The calls that had not begun are told so.
+        """
+        if self._holding is None:
+            return
+        at_work, calls = self._at_work
+        self._at_work = _NOTHING
+        now = time.monotonic_ns()
+        for index in self._holding.unanswered(request):
+            call = calls[index] if at_work is request else _UNKNOWN
+            method = "?" if call is None else call[0]
+            self.fail(request, index, method, error, now, now, begun=call is None)
+        self.unwanted.discard((request.session, request.lane, request.seq))
 
     def dispatch(self, request: Execute) -> None:
         """Hand a request of another lane to where it runs. Quick; called under the server's lock."""
@@ -311,6 +331,8 @@ class Executor:
         calls = self._decode(request)
         if calls is None:
             return
+        if request.lane == "main":
+            self._at_work = (request, calls)
         decoded = time.monotonic_ns()
         if request.calls == 1:
             deadline_ns = request.deadline_ns

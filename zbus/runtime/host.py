@@ -264,7 +264,7 @@ class _Host:
 
     def run(self) -> int:
         """Serve the main lane until stopped."""
-        self.server.run(self.executor.run_main)
+        self.server.run(self.executor.run_main, self.executor.give_up)
         return self.exit_code
 
     def close(self) -> None:

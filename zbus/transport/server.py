@@ -71,6 +71,9 @@ _SETTLE_NS: Final = 50_000_000
 Run = Callable[[Execute], None]
 """Runs one request of the main lane to its end, on the main thread."""
 
+GiveUp = Callable[[Execute, BaseException], None]
+"""Answers what is ``unanswered`` of a request that the main thread will not go on with, because of an exception."""
+
 
 class _Held:
     """Results of a batch that wait for their message."""
@@ -200,10 +203,14 @@ class Server:
 
     # -- the main thread -----------------------------------------------------------------------------------------
 
-    def run(self, run: Run) -> None:
+    def run(self, run: Run, give_up: GiveUp | None = None) -> None:
         """Serve the main lane on the calling thread until ``stop``. Requests run one at a time, in order.
 
-        A signal handler may raise out of here between two requests; calling ``run`` again goes on.
+        A signal handler may raise out of here between two calls; calling ``run`` again goes on.
+
+        Args:
+            run: Runs a request.
+            give_up: Told of a request that what a signal handler raised has ended before all its calls were answered.
         """
         ready = self._ready
         main = self._main
@@ -215,6 +222,11 @@ class Server:
                     self._begin_busy(request.arrived_ns)
                     ready.popleft()  # as late as can be: what a signal handler raises before leaves the request here
                     run(request)
+                except BaseException as error:
+                    if give_up is not None and not (ready and ready[0] is request):
+                        with gate:  # what a second signal raises comes after it
+                            give_up(request, error)
+                    raise
                 finally:
                     self._end_busy()
             if not self.stopping:
@@ -269,6 +281,12 @@ class Server:
                 channel.check()
         if trap is not None:
             trap("after_reply")
+
+    def unanswered(self, request: Execute) -> list[int]:
+        """Send what of a running request is held, and return which of its calls then have no answer. Main thread."""
+        with gate, self.lock:
+            self._flush(self._now())
+            return self.callee.unanswered(request.session, request.lane, request.seq)
 
     def hold(self, request: Execute, answered: Callable[[int, Sequence[bytes]], None]) -> deque[bytes]:
         """Return where short results of a batch may be left instead of ``finish``, so that many leave in one message.

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import zbus
 from waiting import scaled, wait_until
 from zbus.codec import encode
+from zbus.engine import endpoints_of
 from zbus.ids import WorkerName
+from zbus.protocol.journal import LaneRing
 from zbus.protocol.messages import Execute, Kind, Outcome, Status
+from zbus.runtime.executor import Executor
 from zbus.transport.client import Client, PeerState
 from zbus.transport.server import Server
 from zbus.transport.sockets import SocketFactory
@@ -95,4 +102,117 @@ def test_a_request_is_not_lost_where_a_signal_handler_raises_before_it_is_run(
     finally:
         server.stop()
         thread.join(scaled(10))
+        server.close()
+
+
+class Works(zbus.Engine):
+    """Sums, and takes its time."""
+
+    @zbus.endpoint()
+    def say(self, value: int) -> int:
+        return value
+
+    @zbus.endpoint()
+    def nap(self) -> str:
+        time.sleep(0.002)  # longer than results are held: the first one leaves behind it
+        return "slept"
+
+
+class Struck(Exception):
+    """What the signal handler raises."""
+
+
+class StruckRing(LaneRing):
+    """A journal during whose first note of an answer a signal comes."""
+
+    strikes = 1
+
+    def answered_together(self, first: int, bodies: Sequence[bytes]) -> None:
+        super().answered_together(first, bodies)
+        if self.strikes:
+            self.strikes -= 1
+            signal.raise_signal(signal.SIGUSR1)
+
+
+def test_calls_behind_the_place_where_a_signal_handler_raises_are_answered_and_the_next_request_runs(
+    factory: SocketFactory, client: Client, tmp_path: Path
+) -> None:
+    """Between two calls of a batch: what has begun keeps its answer, the rest was not started, and the lane goes on."""
+
+    def strike(_signum: int, _frame: object) -> None:
+        raise Struck
+
+    told: list[Outcome] = []
+    last: list[Outcome] = []
+    server = Server(name=NAME, incarnation=1, factory=factory, lanes={"main": 1}, dispatch=lambda _: None)
+    ring = StruckRing([0] * 2048, [0] * 2048)
+    executor = Executor(name="actor/0", incarnation=1, answers=server, builtins={}, rings=lambda *_: ring)
+    executor.install(Works(), endpoints_of(Works))
+    bound = server.bind("main", f"ipc://{tmp_path}/worker")
+    server.start()
+    before = signal.signal(signal.SIGUSR1, strike)
+    in_time = threading.Timer(scaled(20), server.stop)
+    in_time.start()
+    try:
+        peer = client.connect(NAME, 1, {"main": [bound]})
+        body = encode([["nap", [], {}], ["say", [1], {}], ["say", [2], {}]])
+        placing = threading.Thread(target=lambda: place_all(body))
+
+        def place_all(body: list[Any]) -> None:
+            client.wait(lambda: peer.state is PeerState.READY, scaled(10))
+            client.place([peer], "main", [body], 3, deadline_s=None, sink=lambda *one: told.append(one[2]))
+            after = encode([["say", [3], {}]])
+            client.place([peer], "main", [after], 1, deadline_s=None, sink=lambda *one: ended(one[2]))
+
+        def ended(outcome: Outcome) -> None:
+            last.append(outcome)
+            server.stop()
+
+        placing.start()
+        with pytest.raises(Struck):
+            server.run(executor.run_main, executor.give_up)
+        server.run(executor.run_main, executor.give_up)
+        placing.join(scaled(10))
+        assert [(one.kind.value, one.reason) for one in told] == [("OK", ""), *[("NOT_EXECUTED", "refused")] * 2]
+        assert [one.kind.value for one in last] == ["OK"]
+        assert executor._at_work == (None, ())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        in_time.cancel()
+        server.stop()
+        executor.close()
+        server.close()
+
+
+def test_a_request_that_is_given_up_before_its_first_step_is_told_to_whoever_answers(
+    factory: SocketFactory, client: Client, tmp_path: Path
+) -> None:
+    """A handler that raises where the request is taken and not yet run: it is known not to have begun."""
+    told: list[Outcome] = []
+    server = Server(name=NAME, incarnation=1, factory=factory, lanes={"main": 1}, dispatch=lambda _: None)
+    executor = Executor(name="actor/0", incarnation=1, answers=server, builtins={})
+    executor.install(Works(), endpoints_of(Works))
+
+    def struck(request: Execute) -> None:
+        raise Struck
+
+    def serve() -> None:
+        with pytest.raises(Struck):
+            server.run(struck, executor.give_up)
+
+    bound = server.bind("main", f"ipc://{tmp_path}/worker")
+    server.start()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        peer = client.connect(NAME, 1, {"main": [bound]})
+        assert client.wait(lambda: peer.state is PeerState.READY, scaled(10))
+        body = encode([["say", [1], {}]])
+        client.place([peer], "main", [body], 1, deadline_s=None, sink=lambda *one: told.append(one[2]))
+        assert client.wait(lambda: len(told) == 1, scaled(10))
+        assert (told[0].kind.value, told[0].reason) == ("NOT_EXECUTED", "refused")
+    finally:
+        server.stop()
+        thread.join(scaled(10))
+        executor.close()
         server.close()
