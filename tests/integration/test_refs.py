@@ -15,11 +15,12 @@ from controller.status import describe, show_status
 from controller.trials import snapshot
 from launching import HERE, launch
 from waiting import scaled, wait_until
-from zbus import CallTimeout, JoinedRef, RefLimitError, RefLostError, RemoteError
+from zbus import CallCancelled, CallTimeout, JoinedRef, RefLimitError, RefLostError, RemoteError
 from zbus.codec import Ref
 from zbus.config import Config
 from zbus.config.schema import DataConfig, SchedulerConfig
 from zbus.data.presence import VARIABLE
+from zbus.ids import WorkerName
 
 MIB = 1 << 20
 
@@ -241,6 +242,14 @@ def test_an_owner_that_is_stopped_is_waited_for_and_one_that_is_killed_meanwhile
         try:
             with pytest.raises((CallTimeout, RefLostError)):
                 critic[0].digest.options(deadline=0.5)(refs[0])
+            unwanted = critic[0].digest.submit(refs[0])
+            wait_until(
+                lambda: bus.statuses()[WorkerName("critic", 0)]["state"] == "busy", what="the wait for the owner"
+            )
+            unwanted.cancel()
+            with pytest.raises(CallCancelled) as caught:
+                unwanted.result(scaled(10))
+            assert caught.value.outcome == "CANCELLED"
             future = critic[1].digest.submit(refs[0])
             aside = critic[1].digest_aside.submit([refs[0], refs[1]])
             assert critic[0].digest(refs[1])["texts"][0] == "1.0"

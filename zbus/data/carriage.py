@@ -75,14 +75,21 @@ class BulkCarriage:
         porter: What has them.
         gone: Says in words why the owner of a handle is gone; empty while it may be there.
         now: Returns monotonic ns, by the clock of the porter's ``bulk``.
+        look: Called now and then by whoever waits; what it raises ends the wait.
     """
 
     def __init__(
-        self, porter: Porter, gone: Callable[[Ref], str], *, now: Callable[[], int] = time.monotonic_ns
+        self,
+        porter: Porter,
+        gone: Callable[[Ref], str],
+        *,
+        now: Callable[[], int] = time.monotonic_ns,
+        look: Callable[[], object] = bool,
     ) -> None:
         self._porter = porter
         self._gone = gone
         self._now = now
+        self._look = look
         self._lock = threading.Lock()
         self._copied: weakref.WeakSet[Offers] = weakref.WeakSet()  # of which there may be copies
 
@@ -219,6 +226,7 @@ class BulkCarriage:
 
     def _await(self, ref: Ref, pull: Pull) -> None:
         while not pull.wait(_LOOK_S):
+            self._look()
             if why := self._gone(ref):
                 raise lost(ref, why)
         try:

@@ -35,7 +35,7 @@ from zbus.protocol.messages import Buffer, Buffers, CancelRunning, Execute, Kind
 from zbus.runtime.batches import Holding, refuse_stream, run_batch
 from zbus.runtime.gil import name_thread
 from zbus.runtime.specials import Refs, Special, SpecialCalls, with_specials
-from zbus.runtime.stopping import CurrentCall, running, task_call
+from zbus.runtime.stopping import CurrentCall, NotBegun, Wanted, running, task_call
 from zbus.runtime.streams import RunningStream
 from zbus.runtime.watchdog import Handler
 from zbus.trace.tracer import get_tracer
@@ -282,8 +282,12 @@ class Executor:
         pool = self._pools.get(lane)
         if pool is None:
             widest = max((s.concurrency or 1 for s in self._table.values() if s.lane == lane), default=1)
-            pool = self._pools[lane] = _pool(lane, widest)
+            pool = self._pool_of(lane, widest)
         pool.submit(self._run, request)
+
+    def _pool_of(self, name: str, threads: int | None = None) -> ThreadPoolExecutor:
+        """Return a pool of threads by the name of its lane, or of what is done there (``zbus.…``); made when needed."""
+        return self._pools.get(name) or self._pools.setdefault(name, _pool(name.removeprefix("zbus."), threads))
 
     def cancel(self, effect: CancelRunning) -> None:
         """Stop a request where it allows it: async at its ``await``, sync at ``zbus.checkpoint``.
@@ -412,7 +416,8 @@ class Executor:
             value = args = kwargs = None
             marks.answered(seq, frames)
         except BaseException as error:  # whatever a method raises is its call's outcome  # noqa: BLE001
-            self.fail(request, index, method, error, started, decoded, begun=begun)
+            if begun or not self._is_stop(request, error) or not self.refused(request, index, time.monotonic_ns()):
+                self.fail(request, index, method, error, started, decoded, begun=begun)
             return False
         finally:
             running.pop(key, None)
@@ -516,8 +521,10 @@ class Executor:
         if before is None and not pulls:
             return self._decode(request)
         turn.take()
-        pool = self._pools.setdefault("zbus.pull", ThreadPoolExecutor(_PULLS, "zbus-pull"))
-        pulled = asyncio.get_running_loop().run_in_executor(pool, self._decode, request) if pulls else None
+        pulled = None
+        if pulls:
+            pool = self._pool_of("zbus.pull", _PULLS)
+            pulled = asyncio.get_running_loop().run_in_executor(pool, self._decode, request)
         if before is not None:
             await self._outlast(before)
         return self._decode(request) if pulled is None else await self._outlast(pulled)
@@ -549,7 +556,7 @@ class Executor:
             special = calls.specials.get(index) if type(calls) is SpecialCalls else None
             if special is not None:
                 if special.fills:
-                    args, kwargs = await self._beside(self._prepared, request, special, args, kwargs)
+                    args, kwargs = await self._prepared_beside(request, call, special, args, kwargs)
                 else:
                     args, kwargs = self._prepared(request, special, args, kwargs)
                 if self.refused(request, index, time.monotonic_ns()):  # meanwhile
@@ -578,6 +585,7 @@ class Executor:
             value = args = kwargs = None  # as in _run_one
             marks.answered(seq, frames)
         except BaseException as error:  # as in _run_one; a cancel is an outcome too  # noqa: BLE001
+            begun = begun and type(error) is not NotBegun
             stopped = not begun and not self._closed and self._is_stop(request, error)
             if not stopped or not self.refused(request, index, time.monotonic_ns()):
                 self.fail(request, index, method, error, started, decoded, begun=begun)
@@ -586,12 +594,26 @@ class Executor:
             running.pop(id(call), None)
         return self._answer(request, index, method, frames, started, decoded, ended)
 
-    @staticmethod
-    async def _beside(function: Callable[..., Any], *args: Any) -> Any:
-        """Run something that may wait on a thread of the loop's pool."""
+    async def _prepared_beside(
+        self, request: Execute, call: CurrentCall, special: Special, args: Any, kwargs: Any
+    ) -> tuple[Any, Any]:
+        """As ``_prepared``, on a thread, which waits no longer than this does."""
         import asyncio
 
-        return await asyncio.get_running_loop().run_in_executor(None, function, *args)
+        wanted = Wanted(self)
+
+        def prepared() -> tuple[Any, Any]:
+            key = threading.get_ident()
+            running[key] = call._replace(owner=wanted)
+            try:
+                return self._prepared(request, special, args, kwargs)
+            finally:
+                running.pop(key, None)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool_of("zbus.pull", _PULLS), prepared)
+        finally:
+            wanted.over = True
 
     async def _run_beside(
         self, request: Execute, call: CurrentCall, function: Callable[..., Any], args: Any, kwargs: Any
@@ -599,16 +621,30 @@ class Executor:
         """Run a sync endpoint of an async lane on a thread, and wait for its end even when cancelled.
 
         A thread cannot be ended: it sees the cancel at its next ``checkpoint``, and until then it does run.
+
+        Raises:
+            NotBegun: It was cancelled, or its deadline passed, before a thread was free.
         """
         import asyncio
 
-        loop = asyncio.get_running_loop()
-        return await self._outlast(loop.run_in_executor(None, self._run_in_pool, request, call, function, args, kwargs))
+        job = self._pool_of("zbus.beside").submit(self._run_in_pool, request, call, function, args, kwargs)
+        ended = asyncio.wrap_future(job)
+        while True:
+            try:
+                return await asyncio.shield(ended)
+            except asyncio.CancelledError:
+                if job.cancel():
+                    raise NotBegun from None
+                if self._closed or job.cancelled():
+                    raise
 
     def _run_in_pool(
         self, request: Execute, call: CurrentCall, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Run a sync endpoint of an async lane, on a pool's thread."""
+        deadline_ns = request.deadline_ns
+        if self.is_stopped(request) or (deadline_ns is not None and time.monotonic_ns() >= deadline_ns):
+            raise NotBegun
         seq, key = call.seq, threading.get_ident()
         running[key] = call
         marks = self._marks(request)
@@ -825,7 +861,7 @@ class Executor:
 
     def _is_stop(self, request: Execute, error: BaseException) -> bool:
         """Tell whether an error is how a method followed its caller's wish to end."""
-        if isinstance(error, CallStopped):
+        if isinstance(error, CallStopped | NotBegun):
             return True
         return type(error).__name__ == "CancelledError" and self.is_stopped(request)
 
@@ -881,7 +917,7 @@ class _Turn:
                 del self._last[self._lane]
 
 
-def _pool(lane: str, threads: int) -> ThreadPoolExecutor:
+def _pool(lane: str, threads: int | None) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, f"zbus-{lane}", initializer=name_thread, initargs=(lane,))
 
 

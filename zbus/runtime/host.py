@@ -47,6 +47,7 @@ from zbus.runtime.memory import SessionArrays
 from zbus.runtime.processes import describe_exit, start_time
 from zbus.runtime.refs import Asker, WorkerRefs
 from zbus.runtime.stacks import StackFile, describe_threads
+from zbus.runtime.stopping import stop_if_cancelled
 from zbus.runtime.watchdog import Handler, Watchdog
 from zbus.trace import control
 from zbus.trace.config import TraceConfig
@@ -192,7 +193,7 @@ class _Host:
             limit=config.job.refs,
             lease_s=config.job.ref_lease_s,
             is_over=self._holder_is_over,
-            carriage=BulkCarriage(self.porter, self._owner_is_gone),
+            carriage=BulkCarriage(self.porter, self._owner_is_gone, look=stop_if_cancelled),
         )
         asker = Asker(self._connect_to_owners, self._owner_is_gone, self._forget_owner)
         self.refs = WorkerRefs(self.desk, asker)

@@ -20,7 +20,7 @@ from zbus.data.refstore import OWN
 from zbus.errors import Unavailable
 from zbus.ids import WorkerName
 from zbus.protocol.messages import Outcome, OutcomeKind
-from zbus.runtime.stopping import running, task_call
+from zbus.runtime.stopping import running, stop_if_cancelled, task_call
 from zbus.transport.client import Client, Peer, PeerState
 
 __all__ = ["Ask", "Asker", "WorkerRefs"]
@@ -43,6 +43,7 @@ class Ask(Protocol):
 
         Raises:
             RefLostError: The owner is gone, or does not answer in time.
+            CallStopped: The call that this thread runs was cancelled.
         """
         ...
 
@@ -124,6 +125,7 @@ class Asker:
 
     def _await(self, client: Client, ref: Ref, deadline_ns: int, done: Callable[[], bool]) -> None:
         while not client.wait(done, _LOOK_S):
+            stop_if_cancelled()
             if why := self._gone(ref):
                 self._forget_owner(ref)
                 raise lost(ref, why)
@@ -175,6 +177,7 @@ class WorkerRefs:
 
         Raises:
             RefLostError: A value is gone.
+            CallStopped: The call that this thread runs was cancelled meanwhile.
         """
         until = time.monotonic_ns() + int(_ASK_S * 1e9) if deadline_ns is None else deadline_ns
         if not all(map(self.desk.is_mine, refs_in(value))):
@@ -216,10 +219,11 @@ class WorkerRefs:
         return ref
 
     def get(self, ref: Ref) -> Any:
-        """Return the value of a handle.
+        """Return the value of a handle. Within a call it is a checkpoint, for as long as it waits.
 
         Raises:
             RefLostError: It is gone.
+            CallStopped: The call was cancelled meanwhile.
         """
         return self.fill(ref, None)
 

@@ -16,7 +16,7 @@ from zbus.errors import CallStopped
 if TYPE_CHECKING:
     from zbus.protocol.messages import Execute
 
-__all__ = ["CurrentCall", "Owner", "checkpoint", "running", "task_call"]
+__all__ = ["CurrentCall", "NotBegun", "Owner", "Wanted", "checkpoint", "running", "stop_if_cancelled", "task_call"]
 
 
 class Owner(Protocol):
@@ -24,6 +24,26 @@ class Owner(Protocol):
 
     def is_stopped(self, request: Execute) -> bool:
         """Tell whether the caller of a request no longer wants it."""
+
+
+class NotBegun(Exception):
+    """Nobody wants a call any more whose turn has come: its method is not started."""
+
+
+class Wanted:
+    """Stands for the executor where something is done for a call on a thread beside it, which may outlast the call.
+
+    Attributes:
+        over: The call does not wait for it any more.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self.over = False
+
+    def is_stopped(self, request: Execute) -> bool:
+        """See ``Owner``."""
+        return self.over or self._owner.is_stopped(request)
 
 
 class CurrentCall(NamedTuple):
@@ -60,6 +80,17 @@ def checkpoint() -> None:
     if deadline_ns is not None and time.monotonic_ns() >= deadline_ns:
         reason = "deadline"
         raise CallStopped(reason, call.method)
+    _stop_if_cancelled(call)
+
+
+def stop_if_cancelled() -> None:
+    """As ``checkpoint``, for what knows the deadline of the call and has words of its own for it."""
+    call = task_call.get() or running.get(threading.get_ident())
+    if call is not None:
+        _stop_if_cancelled(call)
+
+
+def _stop_if_cancelled(call: CurrentCall) -> None:
     if call.owner.is_stopped(call.request):
         reason = "cancelled"
         raise CallStopped(reason, call.method)

@@ -17,6 +17,7 @@ from zbus.engine import endpoints_of
 from zbus.errors import CodecError, RefLostError
 from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Status
 from zbus.runtime.executor import Executor
+from zbus.runtime.stopping import stop_if_cancelled
 
 SESSION = b"session-16-bytes"
 NS = 1_000_000_000
@@ -68,6 +69,12 @@ class Works(zbus.Engine):
 
     def __init__(self) -> None:
         self.began: list[Any] = []
+        self.gate = threading.Event()
+
+    @zbus.endpoint(lane="rollout")
+    def occupy(self) -> None:
+        self.began.append("occupy")
+        assert self.gate.wait(scaled(20))
 
     @zbus.endpoint(lane="rollout")
     async def load(self, what: Any) -> None:
@@ -226,3 +233,81 @@ def test_calls_whose_arrays_do_not_come_were_not_started_and_say_so(bench: Bench
     (bench.executor.run_main if lane == "main" else bench.executor.dispatch)(request)
     assert bench.told(2) == ["NOT_STARTED", "NOT_STARTED"]
     assert bench.engine.began == []
+
+
+def occupied(bench: Bench) -> int:
+    """Have every thread for sync endpoints of async lanes busy; return how many calls that took."""
+    pool = bench.executor._pool_of("zbus.beside")
+    for seq in range(pool._max_workers):
+        bench.executor.dispatch(bench.request(seq, ["occupy", [], {}]))
+    wait_until(lambda: len(bench.engine.began) == pool._max_workers, what="all threads to be busy")
+    return pool._max_workers
+
+
+def test_a_sync_call_of_an_async_lane_that_is_cancelled_while_no_thread_is_free_does_not_begin(bench: Bench) -> None:
+    """It is told at once; the calls behind it in its batch likewise."""
+    busy = occupied(bench)
+    bench.executor.dispatch(bench.request(busy, ["load_beside", [1], {}], ["load_beside", [2], {}]))
+    wait_until(lambda: (SESSION, "rollout", busy) in bench.executor._tasks, what="the call to wait for a thread")
+    wait_until(lambda: bench.executor._pools["zbus.beside"]._work_queue.qsize() == 1)
+    bench.executor.cancel(CancelRunning(SESSION, "rollout", busy))
+    assert bench.told(2) == ["CANCELLED", "CANCELLED"]
+    bench.engine.gate.set()
+    assert bench.told(busy + 2)[:busy] == ["OK"] * busy
+    assert bench.engine.began == ["occupy"] * busy
+
+
+def test_a_sync_call_of_an_async_lane_whose_deadline_passes_while_no_thread_is_free_does_not_begin(
+    bench: Bench,
+) -> None:
+    """What expires in a queue is never started."""
+    busy = occupied(bench)
+    deadline_ns = time.monotonic_ns() + NS // 5
+    bench.executor.dispatch(bench.request(busy, ["load_beside", [1], {}], deadline_ns=deadline_ns))
+    wait_until(lambda: time.monotonic_ns() > deadline_ns, what="the deadline")
+    bench.engine.gate.set()
+    assert bench.told(busy + 1) == ["OK"] * busy + ["EXPIRED"]
+    assert bench.engine.began == ["occupy"] * busy
+
+
+class Patient:
+    """Waits for a value for ever, as for an owner that is stopped, and looks up now and then."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.ended = threading.Event()
+
+    def fill(self, value: Any, deadline_ns: int | None) -> Any:
+        self.asked.set()
+        try:
+            while True:
+                stop_if_cancelled()
+                time.sleep(0.001)  # as a look at sockets that bring nothing
+        finally:
+            self.ended.set()
+
+    def check(self) -> None: ...
+
+    def keep(self, value: Any, session: bytes, claim: int, method: str) -> Any: ...
+
+
+@pytest.mark.parametrize("method", ["load_main", "load", "load_beside"])
+def test_a_cancel_ends_the_wait_for_a_value(bench: Bench, method: str) -> None:
+    """The call is CANCELLED, not begun, and no thread goes on waiting; what is behind it begins."""
+    refs = bench.executor._refs = Patient()
+    lane = "main" if method == "load_main" else "rollout"
+    request = bench.request(0, [method, [ref()], {}], lane=lane)
+    behind = bench.request(1, [method, ["free"], {}], lane=lane)
+
+    def serve() -> None:
+        for one in (request, behind):
+            (bench.executor.run_main if lane == "main" else bench.executor.dispatch)(one)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert refs.asked.wait(scaled(20))
+    bench.executor.cancel(CancelRunning(SESSION, lane, 0))
+    assert bench.told(2) == ["CANCELLED", "OK"]
+    assert refs.ended.wait(scaled(20))
+    thread.join(scaled(20))
+    assert bench.engine.began == ["free"]
