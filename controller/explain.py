@@ -110,6 +110,21 @@ TEXTS: Final[dict[str, Explanation]] = {
             "To go on after a loss, set roles.ROLE.restart=one and save checkpoints; resume with --resume.",
         ),
     ),
+    "ZB0302": Explanation(
+        "a reward function has no result",
+        4,
+        "Rewards run in processes of their own. One took longer than it may, or ended its process, or no process could "
+        "be started. The error names the reward and what it was called with; other calls go on in another process.",
+        (
+            "A loop without end, or a wait for something that does not come.",
+            "Native code that crashes, or a call of os._exit.",
+            "Too little memory: the process was killed by SIGKILL.",
+        ),
+        (
+            "Call the function by hand with the item that the error names.",
+            "Give it more time: reward_timeout_s in the kwargs of the role, or timeout_s in the call.",
+        ),
+    ),
     "ZB0401": Explanation(
         "the engine raised an exception",
         1,

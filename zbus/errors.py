@@ -22,6 +22,7 @@ All are ``Exception`` (never ``KeyboardInterrupt``) and survive ``copy`` and ``p
     ├── RefLimitError          ZB0409  exit 1   a process keeps as many bytes for Refs as it may
     ├── RolloutError           ZB0410  exit 1   a rollout made nothing to use
     ├── WeightsError           ZB0411  exit 4   new weights did not get to the ranks that generate
+    ├── RewardError            ZB0302  exit 4   a reward function hung, or its process died
     ├── CodecError             ZB0405  exit 1   a value cannot be carried exactly, or bytes are not a valid value
     └── CallError                               base of everything a call can end in but success
         ├── RemoteError        ZB0401  exit 1   the engine raised; also an instance of the original builtin class
@@ -57,6 +58,7 @@ __all__ = [
     "RefLostError",
     "RegistryError",
     "RemoteError",
+    "RewardError",
     "RolloutError",
     "StartupError",
     "TransportError",
@@ -268,6 +270,27 @@ class WeightsError(ZbusError):
         self.phase = phase
         self.version = version
         self.missing = dict(missing or {})
+
+
+class RewardError(ZbusError):
+    """A reward function has no result: it took too long, its process died, or none could be started.
+
+    Attributes:
+        reward: Its name; empty where it is about all rewards.
+        item: What it was called with, shortened.
+        hung: It took too long.
+    """
+
+    code = "ZB0302"
+    exit_code = 4
+
+    def __init__(
+        self, message: str, *, reward: str = "", item: str = "", hung: bool = False, hint: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.reward = reward
+        self.item = item
+        self.hung = hung
 
 
 class CallError(ZbusError):

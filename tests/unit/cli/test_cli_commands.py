@@ -62,7 +62,7 @@ def test_the_version_is_told_as_text_and_as_data(command):
         (["run", "json:loads", "scheduler.startup_timout=5m"], "scheduler.startup_timout", "startup_timeout`"),
         (["run", "json:loads", "--scheduler", "slurmy"], "expected `inline`, `local` or `external`", ""),
         (["run", "json:loads"], "no roles are configured for json:loads", "roles.actor.engine"),
-        (["explain", "ZB0302"], "there is no error code 'ZB0302'", "ZB03"),
+        (["explain", "ZB0399"], "there is no error code 'ZB0399'", "ZB03"),
         (["stop", "--grace", "soon"], "--grace 'soon' is not a duration", "30s"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,

@@ -15,6 +15,7 @@ from workers.engines.models import build_model, check_model
 from zbus import trace
 from zbus.errors import ConfigError
 from zbus.rl.generation import Completion, Sampling
+from zbus.rl.rewards import RewardPool
 from zbus.rl.rollout_engine import PauseMode, RolloutEngine
 from zbus.rl.stats import Stats
 
@@ -46,14 +47,19 @@ class TorchRolloutEngine(RolloutEngine):
         eos: Token or tokens that end an answer; None: those of a Hugging Face model, else none.
         seed: Of the weights that a factory makes, and of requests without a seed of their own.
         workflows: By name, as ``workers.engines.generate.episodes.load_workflow`` takes them.
+        rewards: Functions by name, as ``zbus.rl.rewards.RewardPool`` takes them.
+        reward_processes: Most processes that call them.
+        reward_timeout_s: How long one call may take, in seconds, if the workflow does not say otherwise.
 
     Attributes:
         model: The model, once set up. Change its weights only while ``step_lock`` is held.
         step_lock: Held by the thread that computes, during each step.
         workflows: Those of a subclass; the argument adds to them.
+        rewards: As ``workflows``.
     """
 
     workflows: ClassVar[Mapping[str, Any]] = {}
+    rewards: ClassVar[Mapping[str, Any]] = {}
 
     model: nn.Module
     step_lock: threading.Lock
@@ -71,6 +77,9 @@ class TorchRolloutEngine(RolloutEngine):
         eos: int | Sequence[int] | None = None,
         seed: int = 0,
         workflows: Mapping[str, Any] | None = None,
+        rewards: Mapping[str, Any] | None = None,
+        reward_processes: int = 1,
+        reward_timeout_s: float = 10.0,
     ) -> None:
         super().__init__()
         check_model(model)
@@ -90,6 +99,9 @@ class TorchRolloutEngine(RolloutEngine):
         self._eos = eos
         self._seed = seed
         self._declared = {**self.workflows, **(workflows or {})}
+        self._rewards = {**self.rewards, **(rewards or {})}
+        self._reward_limits = reward_processes, reward_timeout_s
+        self._pool: RewardPool | None = None
         self._offloaded = False
         self._stats = Stats()
 
@@ -106,6 +118,9 @@ class TorchRolloutEngine(RolloutEngine):
 
         name = f"{ctx.role}/{ctx.rank}"
         self._name = name
+        if self._rewards:  # its process starts meanwhile
+            processes, timeout_s = self._reward_limits
+            self._pool = RewardPool(self._rewards, processes=processes, timeout_s=timeout_s, name=name)
         torch.manual_seed(self._seed)
         self.model = build_model(self._spec, dtype=self._dtype, device=self._device).eval().requires_grad_(False)  # noqa: FBT003  # its only parameter
         self._max_length = self._max_length or _longest(self.model)
@@ -120,11 +135,15 @@ class TorchRolloutEngine(RolloutEngine):
         self.step_lock = self._decoder.step_lock
         self._episodes = Episodes(name, {key: load_workflow(key, spec) for key, spec in self._declared.items()})
         self._handle = Handle(self._answer, self._reward, lambda: self._version)
+        if self._pool is not None:
+            self._pool.wait_ready()
         self._decoder.start()
 
     def teardown(self) -> None:
         """End what ``setup`` started."""
         self._decoder.close()
+        if self._pool is not None:
+            self._pool.close()
 
     # -- generation --------------------------------------------------------------------------------------------------
 
@@ -153,7 +172,12 @@ class TorchRolloutEngine(RolloutEngine):
         return completion
 
     async def _reward(self, name: str, args: tuple[Any, ...], timeout_s: float | None) -> Any:
-        raise NotImplementedError
+        if self._pool is None:
+            msg = f"{self._name} has no reward {name!r}: its role declares none"
+            raise ConfigError(
+                msg, hint=f'declare it in the kwargs of the role: rewards={{"{name}": "file.py:function"}}'
+            )
+        return await self._pool.acall(name, *args, timeout_s=timeout_s)
 
     @contextlib.contextmanager
     def _asked(self, request: Request) -> Iterator[None]:
