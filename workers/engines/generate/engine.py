@@ -12,6 +12,8 @@ import numpy as np
 
 import zbus
 from workers.engines.models import build_model, check_model
+from workers.engines.weights import Receiver, ReceivesWeights
+from workers.engines.weights.tensors import tensors_of
 from zbus import trace
 from zbus.errors import ConfigError
 from zbus.rl.generation import Completion, Sampling
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["TorchRolloutEngine"]
 
 
-class TorchRolloutEngine(RolloutEngine):
+class TorchRolloutEngine(ReceivesWeights, RolloutEngine):
     """Generates with a torch model, whose requests share each step; runs workflows, whose rewards run beside it.
 
     What the model may be: any causal one that maps tokens ``[batch, length]`` to logits; with a parameter ``cache`` in
@@ -52,7 +54,7 @@ class TorchRolloutEngine(RolloutEngine):
         reward_timeout_s: How long one call may take, in seconds, if the workflow does not say otherwise.
 
     Attributes:
-        model: The model, once set up. Change its weights only while ``step_lock`` is held.
+        model: The model, once set up. Its weights are changed while paused, or while ``step_lock`` is held.
         step_lock: Held by the thread that computes, during each step.
         workflows: Those of a subclass; the argument adds to them.
         rewards: As ``workflows``.
@@ -123,6 +125,7 @@ class TorchRolloutEngine(RolloutEngine):
             self._pool = RewardPool(self._rewards, processes=processes, timeout_s=timeout_s, name=name)
         torch.manual_seed(self._seed)
         self.model = build_model(self._spec, dtype=self._dtype, device=self._device).eval().requires_grad_(False)  # noqa: FBT003  # its only parameter
+        self.receiver = Receiver(lambda: tensors_of(self.model))
         self._max_length = self._max_length or _longest(self.model)
         self._chance = np.random.default_rng([self._seed, ctx.rank, ctx.start])
         self._decoder: Decoder = Decoder(
