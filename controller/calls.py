@@ -19,7 +19,7 @@ from controller.placement import Placement
 from controller.placer import Placer, Roster, is_crowded, is_ready, room
 from controller.quick import QuickCall
 from zbus.codec import Keep, Ref, encode, encode_call, encode_plain_batch, encode_plain_call, encode_plain_calls
-from zbus.engine import AnyOne, EndpointSpec, Everywhere, RankZero, Reduce, Same, Whole
+from zbus.engine import AnyOne, EndpointSpec, Everywhere, RankZero, Reduce, Same, Split, Whole
 from zbus.errors import ConfigError, Unavailable
 from zbus.retry import DEFAULT_RETRY, NO_RETRY, RetryPolicy, TokenBucket, deadline_seconds
 from zbus.trace.tracer import get_tracer
@@ -192,15 +192,22 @@ class Method(Generic[P, T]):
         deadline: float | str | None = None,
         retries: int | RetryPolicy | None = None,
         keep: bool | None = None,
+        split: Split | None = None,
     ) -> Method[P, T]:
-        """Return the same endpoint with another deadline or retry policy, or with its results kept at the ranks.
+        """Return the same endpoint with another deadline, retry policy or split, or with its results kept at the ranks.
 
         Args:
             deadline: Seconds or text such as ``"2m"``.
             retries: Executions after the first, or a whole policy.
             keep: The answer is a ``Ref`` per rank, and the values stay where they were made.
+            split: How the items are shared out instead of as declared, such as ``Split(groups=2)``; which arguments are
+                split is declared by the endpoint, unless ``args`` says otherwise.
+
+        Raises:
+            ConfigError: The endpoint is not declared with ``Split``.
         """
-        return Method(self._view.options(deadline, retries, keep), self.spec)
+        spec = self.spec if split is None else replace(self.spec, dispatch=_resplit(self.spec, split))
+        return Method(self._view.options(deadline, retries, keep), spec)
 
     def stream(self, *args: P.args, **kwargs: P.kwargs) -> Stream[Any]:
         """Call a generator endpoint and take its items as they come.
@@ -388,6 +395,13 @@ class Method(Generic[P, T]):
         ranks = [self._view.ranks[member] for member in spread.members]
         empty = self._view.core.empty
         return lambda values: cast("T", collect(spec.collect, spread, ranks, values, spec.name, empty=empty))
+
+
+def _resplit(spec: EndpointSpec, split: Split) -> Split:
+    if not isinstance(spec.dispatch, Split):
+        msg = f"endpoint `{spec.name}` is declared {type(spec.dispatch).__name__}, so a call of it splits nothing"
+        raise ConfigError(msg, hint="declare it with Split(...)")
+    return replace(split, args=spec.dispatch.args) if split.args is None else split
 
 
 def encode_calls(

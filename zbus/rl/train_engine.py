@@ -34,6 +34,11 @@ class TrainEngine(zbus.Engine):
         """Build model, optimizer and schedule; returns ``parameters`` (their number) and whatever else is of note."""
         return self.do_initialize()
 
+    @zbus.endpoint(Everywhere(), collect=PerRank(), effect="idempotent")
+    def destroy(self) -> None:
+        """Forget the model and leave the group; harmless where there is none. ``initialize`` may follow."""
+        self.do_destroy()
+
     # -- steps -------------------------------------------------------------------------------------------------------
 
     @zbus.endpoint(Split("dp", by="tokens", args=("batch",)), collect=PerRank(), effect="once", start="together")
@@ -170,6 +175,9 @@ class TrainEngine(zbus.Engine):
     def do_initialize(self) -> dict[str, Any]:
         """Build model, optimizer and schedule."""
         raise NotImplementedError
+
+    def do_destroy(self) -> None:
+        """Forget the model and leave the group."""
 
     def do_train_batch(self, batch: Any, loss: str, options: dict[str, Any]) -> dict[str, Any]:
         """Take one optimizer step."""

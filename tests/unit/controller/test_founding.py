@@ -146,13 +146,16 @@ def test_engine_creation_gives_up_after_its_attempts():
 
 
 def test_the_train_controller_is_its_group(bus):
-    """Endpoints are methods; the tracer is configured for its role; None is passed on as off (B59)."""
+    """Endpoints are methods; the tracer is configured for its role; None calls nobody (B59)."""
     train = TrainController(bus)
     assert train.world_size == 2
     assert train.train_batch(5)[1][:2] == (1, 5)
     train.config_perf_tracer(None)
     train.save_perf_tracer(3, force=True)
-    assert bus.calls == [("config", None, "actor"), ("save", 3, True)]
+    assert bus.calls == [("save", 3, True)]
+    train.config_perf_tracer({"enabled": True})
+    train.config_perf_tracer(None)
+    assert bus.calls[1:] == [("config", {"enabled": True}, "actor"), ("config", None, "actor")]
     with pytest.raises(AttributeError, match="did you mean 'train_batch'"):
         _ = train.train_bach
 

@@ -25,13 +25,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from workers.engines.models import dtype_of
 from zbus.errors import ConfigError
 
 if TYPE_CHECKING:
     from workers.engines.train.trainer import Trainer
 
-__all__ = ["full_state", "load", "save"]
+__all__ = ["load", "save"]
 
 _FORMAT: Final = 1
 _HEAD: Final = "trainer.json"
@@ -100,19 +99,12 @@ def load(trainer: Trainer, path: str, kind: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def full_state(trainer: Trainer, dtype: str | None = None) -> dict[str, torch.Tensor]:
+def _full_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return all weights by name on the CPU, on rank 0; an empty dict on others. Collective where they are sharded."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     sharded = trainer.place.mesh is not None and trainer.place.world > 1
     state = get_model_state_dict(trainer.model, options=options) if sharded else trainer.model.state_dict()
-    if trainer.place.rank:
-        return {}
-    wanted = None if dtype is None else dtype_of(dtype)
-    found = {}
-    for name, tensor in state.items():
-        cast = tensor.detach().cpu()
-        found[name] = cast.to(wanted) if wanted is not None and cast.is_floating_point() else cast
-    return found
+    return {} if trainer.place.rank else {name: tensor.detach().cpu() for name, tensor in state.items()}
 
 
 def _check_kind(kind: str) -> None:
@@ -125,7 +117,7 @@ def _check_kind(kind: str) -> None:
 
 
 def _save_model(trainer: Trainer, folder: Path) -> int:
-    state = full_state(trainer)
+    state = _full_state(trainer)
     if trainer.place.rank:
         return 0
     tensors = {name: tensor.clone().contiguous() for name, tensor in state.items()}  # tied weights share memory

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from workers.engines.models import build_model
 from workers.engines.train.settings import Settings
+from workers.engines.weights.publisher import Publisher, PublishesWeights
+from workers.engines.weights.tensors import tensors_of
 from zbus.errors import ConfigError
 from zbus.rl.stats import Stats
-from zbus.rl.steps import plain
 from zbus.rl.train_engine import TrainEngine
 from zbus.runtime.loader import load_object
 
@@ -33,7 +34,7 @@ _OUTPUTS: Final = {
 }
 
 
-class TorchTrainEngine(TrainEngine):
+class TorchTrainEngine(PublishesWeights, TrainEngine):
     """Trains a torch model over the mesh axis ``dp``, its layers split over ``tp`` if there is one.
 
     ::
@@ -82,6 +83,7 @@ class TorchTrainEngine(TrainEngine):
         self._ctx: Context | None = None
         self._place: Place | None = None
         self._trainer: Trainer | None = None
+        self._publisher: Publisher | None = None
         self._away = False
         self._loaded: dict[str, Callable[..., Any]] = {}
 
@@ -91,9 +93,7 @@ class TorchTrainEngine(TrainEngine):
 
     def teardown(self) -> None:
         """Leave the group."""
-        self._trainer = None
-        if self._ctx is not None:
-            self._ctx.close()
+        self.do_destroy()
 
     # -- for subclasses ----------------------------------------------------------------------------------------------
 
@@ -120,6 +120,15 @@ class TorchTrainEngine(TrainEngine):
             raise ConfigError(msg, hint="call onload() first")
         return self._trainer
 
+    @property
+    def publisher(self) -> Publisher:  # type: ignore[override]  # the mixin's attribute, there once the model is
+        """What publishes this rank's weights."""
+        trainer = self.trainer
+        if self._publisher is None:
+            assert self._ctx is not None, "a worker calls setup"  # noqa: S101  # for the type checker
+            self._publisher = Publisher(self._ctx, lambda: tensors_of(trainer.model))
+        return self._publisher
+
     # -- life --------------------------------------------------------------------------------------------------------
 
     def do_create_process_group(self, backend: str, timeout_s: float) -> dict[str, int]:
@@ -129,6 +138,13 @@ class TorchTrainEngine(TrainEngine):
         assert self._ctx is not None, "a worker calls setup"  # noqa: S101  # for the type checker
         self._place = join(self._ctx, self.settings.device, backend, timeout_s)
         return self._place.coords
+
+    def do_destroy(self) -> None:
+        """Forget model and optimizer, and leave the group."""
+        self._trainer = self._publisher = self._place = None
+        self._away = False
+        if self._ctx is not None:
+            self._ctx.close()
 
     def do_initialize(self) -> dict[str, Any]:
         """Build the model and share it out; again with one that is there: leave that."""
@@ -160,7 +176,7 @@ class TorchTrainEngine(TrainEngine):
         """Take one optimizer step; ``options`` are the loss's keywords, but for ``groups``."""
         with self._counted("train_batch", loss):
             groups, function = self._function("loss", loss, options)
-            return self._noted(loss, self.trainer.train(batch, function, loss, groups))
+            return self.trainer.train(batch, function, loss, groups)
 
     def do_eval_batch(self, batch: Any, loss: str, options: dict[str, Any]) -> dict[str, Any]:
         """Compute a loss."""
@@ -232,15 +248,6 @@ class TorchTrainEngine(TrainEngine):
             self._version = found["version"]
         return found
 
-    def full_state(self, dtype: str | None = None) -> dict[str, torch.Tensor]:
-        """Return all weights by name on the CPU, on rank 0; an empty dict on others. Collective.
-
-        They may be the live ones: copy them before the next step.
-        """
-        from workers.engines.train import checkpoints
-
-        return checkpoints.full_state(self.trainer, dtype)
-
     def do_stats(self) -> dict[str, Any]:
         """Hand over what was recorded."""
         return self.stats.export()
@@ -267,9 +274,3 @@ class TorchTrainEngine(TrainEngine):
     def _counted(self, method: str, name: str) -> Iterator[None]:
         with self.stats.scope(name), self.stats.timing(method):
             yield
-
-    def _noted(self, loss: str, report: dict[str, Any]) -> dict[str, Any]:
-        with self.stats.scope(loss):
-            numbers = plain(report)
-            self.stats.scalar({"weight": numbers["weight"], "steps": 1}, reduce="sum")
-        return report
