@@ -58,13 +58,26 @@ class Plain(Cached):
         return super().forward(tokens)
 
 
-class Gated(Cached):
-    """Computes only while its gate is open."""
+class Held(Cached):
+    """Stands still in a step until it is let go, wherever a test says so."""
 
-    gate = threading.Event()
+    hold_at = 0
+    steps = 0
+    held = threading.Event()
+    go = threading.Event()
+
+    @classmethod
+    def hold(cls, step: int) -> None:
+        """Stand still in this step from now on, from 1; 0: in none."""
+        cls.hold_at, cls.steps = step, 0
+        cls.held.clear()
+        cls.go.clear()
 
     def forward(self, tokens: Tensor, cache: Any = None) -> Tensor:
-        self.gate.wait()
+        Held.steps += 1
+        if Held.steps == Held.hold_at:
+            self.held.set()
+            self.go.wait()
         return super().forward(tokens, cache)
 
 
@@ -76,3 +89,12 @@ class Picky(Cached):
             raise RuntimeError("token 13 is bad luck")
         logits = super().forward(tokens, cache)
         return torch.where((tokens == 17).any(1)[:, None, None], torch.nan, logits)
+
+
+class Lame(Cached):
+    """Computes prompts, and fails at every token after."""
+
+    def forward(self, tokens: Tensor, cache: Any = None) -> Tensor:
+        if tokens.shape[1] == 1:
+            raise RuntimeError("no legs")
+        return super().forward(tokens, cache)

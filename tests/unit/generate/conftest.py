@@ -1,10 +1,9 @@
-"""Models and requests for the tests of generation."""
+"""Engines for the tests of generation, in this process."""
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +19,17 @@ HERE = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def models() -> Any:
-    """Give the module with small models, as the engines load it."""
-    sys.path.insert(0, str(HERE))
-    import generate_models
-
-    yield generate_models
-    sys.path.remove(str(HERE))
-
-
-@pytest.fixture
-def engine(models: Any) -> Iterator[Any]:
+def engine() -> Iterator[Callable[..., Any]]:
     """Give what makes engines that are set up, and tears them down."""
     from workers.engines.generate import TorchRolloutEngine
 
     made: list[Any] = []
 
-    def make(model: Any = "generate_models.py:Cached", *, cls: Any = TorchRolloutEngine, **kwargs: Any) -> Any:
-        one = cls(model, **{"dtype": "float64", **kwargs})
-        made.append(one)
+    def make(model: Any = "Cached", *, cls: Any = TorchRolloutEngine, **kwargs: Any) -> Any:
+        spec = f"{HERE}/generate_models.py:{model}" if isinstance(model, str) else model
+        one = cls(spec, **{"dtype": "float64", **kwargs})
         one.setup(Context(role="rollout", rank=0, world_size=1, mesh=Mesh({"dp": 1})))
+        made.append(one)
         return one
 
     yield make
@@ -48,10 +38,10 @@ def engine(models: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def run() -> Any:
+def run() -> Callable[[Coroutine[Any, Any, Any]], Any]:
     """Give what runs a coroutine to its end, within a deadline."""
 
-    def to_end(coroutine: Any) -> Any:
-        return asyncio.run(asyncio.wait_for(coroutine, scaled(60)))
+    def to_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run(asyncio.wait_for(coroutine, scaled(30)))
 
     return to_end
