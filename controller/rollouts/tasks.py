@@ -8,7 +8,7 @@ event the driver asks ``startable`` and runs what it gets, so no change of capac
 from __future__ import annotations
 
 import enum
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
@@ -243,7 +243,7 @@ class Tasks:
         limits, stale = self.limits, self.staleness
         if self.paused:
             return "submission is paused"
-        if len(store.running) + len(store.ready) >= limits.results:
+        if self._is_full(store):
             return f"{len(store.ready)} results are not taken, and {limits.results} are the most"
         if limits.max_concurrent <= stale.running + stale.free:
             return f"{limits.max_concurrent} run, the most at once"
@@ -261,9 +261,18 @@ class Tasks:
         return self._stores.setdefault(owner, _Store())
 
     def _may_start(self, store: _Store) -> bool:
-        if len(store.running) + len(store.ready) >= self.limits.results:
+        if self._is_full(store):
             return False
         return self.staleness.capacity(counts=store.queued[0].counts) > 0
+
+    def _is_full(self, store: _Store) -> bool:
+        """Tell whether results must be taken first.
+
+        In order, there may be none to take: all that are ready were cancelled behind one that has not begun.
+        """
+        if len(store.running) + len(store.ready) < self.limits.results:
+            return False
+        return not self.ordered or bool(store.running) or self._prefix(store) > 0
 
     def _to_ready(self, task: Task, outcome: Outcome, now_s: float) -> None:
         task.state, task.outcome, task.ended_s = State.READY, outcome, now_s
@@ -287,10 +296,8 @@ class Tasks:
 
     def _prefix(self, store: _Store) -> int:
         """Return how many of the ready are not behind one that is not."""
-        first = min((task.number for task in (*store.queued, *store.running)), default=None)
-        if first is None:
-            return len(store.ready)
-        return sum(task.number < first for task in store.ready)
+        before = [*([store.queued[0]] if store.queued else []), *store.running]
+        return bisect_left(store.ready, min(before)) if before else len(store.ready)
 
     def _waiting(self) -> int:
         return sum(
