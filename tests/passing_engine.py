@@ -61,8 +61,8 @@ def belongings(places: Iterable[Path]) -> tuple[int, int, list[str]]:
             target = str(entry.readlink())
             if not target.startswith(roots):
                 others += 1
-            elif target.endswith(" (deleted)"):
-                dead.append(target)
+            elif target.endswith(" (deleted)") and (nbytes := 512 * entry.stat().st_blocks):
+                dead.append(f"{target}: {nbytes} bytes")
     return others, threading.active_count(), dead
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import errno
 import logging
 import mmap
@@ -323,8 +324,12 @@ class Arena:
         return slot
 
     def _remove(self, slot: Slot) -> None:
+        """Give back the memory of a slot that nobody has open, or will open: readers may have mapped it still."""
         self._maps.pop(slot.row, None)
-        (self._presence.path / f"{slot.row}.{slot.birth}").unlink(missing_ok=True)
+        path = self._presence.path / f"{slot.row}.{slot.birth}"
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(path, 0)
+            path.unlink()
 
     def _refuse(self, nbytes: int) -> None:
         self.refused += 1

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -405,6 +406,27 @@ def test_an_owner_that_is_gone_leaves_readers_what_they_have(root):
         with pytest.raises(CodecError, match="cannot be opened"):
             reader.opened([b"", bytes(second)], owner.token)
         assert bytes(lent.obj.private()) == data.tobytes()
+    finally:
+        owner.leave()
+        reader.leave()
+
+
+def test_memory_that_an_owner_gives_back_is_free_though_readers_have_mapped_it(root):
+    """A slot that makes room for another holds no memory any more, and the next reader sees the next array."""
+    owner, reader = Courier.enter(2 * SIZE, root), Courier.enter(64 << 20, root)
+    try:
+        keep = owner.keeper([reader.token], snapshot=True)
+        for sizes in ([SIZE, SIZE], [2 * SIZE]):
+            arrays = [np.full(size, number, np.uint8) for number, size in enumerate(sizes, 7)]
+            frames = owner.addressed([b"", *(keep(memoryview(data)) for data in arrays)], reader.token)
+            lent = reader.opened([b"", *map(bytes, frames[1:])], owner.token)[1:]
+            assert [bytes(one) for one in lent] == [data.tobytes() for data in arrays]
+            del lent, frames
+        mine = [entry for entry in Path("/proc/self/fd").iterdir() if os.path.lexists(entry)]
+        slots = [entry for entry in mine if str(entry.readlink()).startswith(str(root / owner.token))]
+        gone = [entry.stat().st_blocks for entry in slots if str(entry.readlink()).endswith(" (deleted)")]
+        assert gone, "the reader has some of it mapped still"
+        assert set(gone) == {0}
     finally:
         owner.leave()
         reader.leave()

@@ -26,6 +26,8 @@ _STEPS: Final = 400
 _UNIT: Final = 1 << 16
 _ROWS: Final = 4
 _COLUMNS: Final = 4
+_GIVEN_BACK: Final = -1
+"""What a file shows whose memory was given back: a view of it would be the end of its reader."""
 
 
 @dataclass(slots=True)
@@ -195,7 +197,7 @@ class _Play:
         if slot is None:
             forgotten, slot = owner.pool.grow(nbytes)
             for old in forgotten:
-                del owner.files[old.row, old.birth]
+                owner.files.pop((old.row, old.birth))[0] = _GIVEN_BACK
             if slot is not None:
                 owner.files[slot.row, slot.birth] = [0]
         if slot is None:
@@ -250,7 +252,7 @@ class _Play:
         """Give back what nobody has used for a while."""
         for slot in self.owner.pool.idle(self.now - 20):
             self.owner.pool.forget(slot)
-            del self.owner.files[slot.row, slot.birth]
+            self.owner.files.pop((slot.row, slot.birth))[0] = _GIVEN_BACK
             self.covered["lending", "slots given back"] += 1
 
     def _owner_dies(self) -> None:
