@@ -45,8 +45,11 @@ class HfRows:
         if odd:
             msg = f"{type(model).__name__} keeps {', '.join(sorted(odd))}, of which rows cannot be joined"
             raise ConfigError(msg, hint="use a model with full attention in every layer")
-        keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._options: dict[str, Any] = {"use_cache": True, **({"logits_to_keep": 1} if keeps_last else {})}
+        takes = inspect.signature(model.forward).parameters
+        self._options: dict[str, Any] = {"use_cache": True}
+        if "logits_to_keep" in takes:
+            self._options["logits_to_keep"] = 1
+        self._cache_name = "cache" if "cache" in takes else "past_key_values"  # its older name
         self._cache: Any = None
         self._mask = torch.empty(0)
         self._lengths: list[int] = []
@@ -99,9 +102,8 @@ class HfRows:
         self._lengths = []
 
     def _forward(self, tokens: Tensor, mask: Tensor, places: Tensor, cache: Any) -> Tensor:
-        output = self._model(
-            input_ids=tokens, attention_mask=mask.long(), position_ids=places, past_key_values=cache, **self._options
-        )
+        known = {"attention_mask": mask.long(), "position_ids": places, self._cache_name: cache}
+        output = self._model(input_ids=tokens, **known, **self._options)
         logits: Tensor = output.logits[:, -1]
         return logits
 
