@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,16 +33,22 @@ def kit(tmp_path: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield made
 
 
-def write_job(kit: RunKit) -> None:
-    """Write the job without torch."""
-    role = {"sys_path": [str(TESTS)], "replicas": 2}
+def write_job(kit: RunKit, *, torch: bool = False) -> None:
+    """Write the job; without torch, a rank starts in a moment."""
+    role: dict[str, Any] = {"sys_path": [str(TESTS)], "replicas": 2}
+    actor = {"engine": f"{DRIVERS}/resumed_engines.py:Learner", "mesh": {"dp": 2}, **role}
+    if torch:
+        model = f"{TESTS.parent}/examples/g2p/model.py:G2P"
+        actor |= {
+            "engine": f"{DRIVERS}/resumed_torch.py:TorchLearner",
+            "kwargs": {"model": model, "optimizer": {"lr": 1e-3}},
+            "preload": ["torch"],
+            "env": {"OMP_NUM_THREADS": "1"},
+        }
     job = {
         "experiment": "killed",
         "target": f"{DRIVERS}/resumed_driver.py:main",
-        "roles": {
-            "actor": {"engine": f"{DRIVERS}/resumed_engines.py:Learner", "mesh": {"dp": 2}, **role},
-            "rollout": {"engine": f"{DRIVERS}/resumed_engines.py:Guesser", **role},
-        },
+        "roles": {"actor": actor, "rollout": {"engine": f"{DRIVERS}/resumed_engines.py:Guesser", **role}},
         "recover": {"every_steps": 2},
         "trace": {"merge": False, "level": "off"},
         "params": {"steps": STEPS, "warm": WARM, "batch": BATCH},
@@ -79,14 +87,28 @@ def test_a_job_that_is_killed_and_resumed_takes_every_step_once(kit: RunKit, kil
     check(job)
 
 
+VICTIMS = ["controller", "actor", "rollout", "agent:actor", "agent:rollout"]
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("seed", range(1, ROUNDS + 1))
 def test_rounds_of_random_kills(kit: RunKit, seed: int) -> None:
     """Whoever is killed, whenever, also while it starts or resumes: the count is exact, no batch is lost or doubled."""
     job = KilledJob(kit, ["killed.yaml"], seed)
-    victims = ["controller", "actor", "rollout", "agent:actor", "agent:rollout"]
-    job.play([job.chosen(victims, STEPS - 2, starting_s=2.0) for _ in range(3)])
+    job.play([job.chosen(VICTIMS, STEPS - 2, starting_s=2.0) for _ in range(3)])
     check(job)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("seed", range(1, ROUNDS + 1))
+def test_rounds_of_random_kills_with_torch(kit: RunKit, seed: int) -> None:
+    """The same of two ranks that train a transformer together: its own count of steps is exact, too."""
+    write_job(kit, torch=True)
+    job = KilledJob(kit, ["killed.yaml"], seed, limit_s=120.0)
+    job.play([job.chosen(VICTIMS, STEPS - 2, starting_s=6.0) for _ in range(2)])
+    check(job)
+    head = json.loads((job.newest().engines["actor"] / "trainer.json").read_text())
+    assert head["steps"] == STEPS, job.told()
 
 
 @pytest.mark.ci

@@ -7,25 +7,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 import zbus
 from controller.metrics import open_metrics
 from controller.recover import Recover, RecoverState
 from controller.rollout import RolloutController
+from controller.train import TrainController
 
 if TYPE_CHECKING:
     from controller.run import Run
 
 __all__ = ["PROMPTS", "given", "main"]
 
-PROMPTS = [[1_000_000 + number] for number in range(500)]
+
+def written(number: int) -> list[int]:
+    """Return four tokens of a small vocabulary for a number, for each another four."""
+    return [4 + number // 60**place % 60 for place in range(4)]
+
+
+PROMPTS = [written(100_000 + number) for number in range(500)]
 """Asked in this order; more than any test uses up."""
 
 
 def given(step: int, batch: int) -> list[list[int]]:
     """Return the rows of a step on given rows: what is asked, and one token of an answer."""
-    return [[step * 1000 + row, 7] for row in range(batch)]
+    return [[*written(step * 1000 + row), 7] for row in range(batch)]
 
 
 def main(run: Run) -> dict[str, Any]:
@@ -33,7 +38,7 @@ def main(run: Run) -> dict[str, Any]:
     params = run.config
     steps, warm, batch = int(params["steps"]), int(params["warm"]), int(params["batch"])
     forget = params.get("forget", "")
-    actor = run.bus.group("actor")
+    actor = TrainController(run.bus, "actor")
     actor.initialize()
     with (
         open_metrics(run.trial_dir, ["jsonl"]) as metrics,
@@ -50,11 +55,11 @@ def main(run: Run) -> dict[str, Any]:
             rows = given(step, batch) if step < warm else answered(rollout)
             masks = [[0] * (len(row) - 1) + [1] for row in rows]
             columns = {"input_ids": zbus.Ragged.of(rows), "loss_mask": zbus.Ragged.of(masks)}
-            losses = [report["loss"] for report in actor.train_batch(columns, "sum")]
+            report = actor.train_batch(columns, "sft")
             if step >= warm:
                 rollout.set_version(step - warm + 1)
             if forget != "position":
-                metrics.log(step, {"loss": float(np.mean(losses))})
+                metrics.log(step, {"loss": report["loss"]})
             now = RecoverState(
                 step=step + 1,
                 version=rollout.get_version(),

@@ -29,6 +29,9 @@ class _Plain(TrainEngine):
     def setup(self, ctx: Any) -> None:
         self.rank = ctx.rank
 
+    def do_create_process_group(self, backend: str, timeout_s: float) -> dict[str, int]:
+        return {"dp": self.rank}
+
     def do_initialize(self) -> dict[str, Any]:
         self.weights = np.ones(4)
         return {"parameters": 4}
