@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
@@ -51,7 +51,7 @@ from zbus.registry.identity import pid_space, same_kernel
 from zbus.registry.lease import LeaseRenewer
 from zbus.registry.records import EpochRecord, JobRecord, Records, WorkerRecord
 from zbus.runtime.journal import journal_file, read_journal
-from zbus.runtime.processes import start_time
+from zbus.runtime.processes import is_alive, start_time
 from zbus.trace import control
 from zbus.trace.config import TraceConfig
 from zbus.trace.tracer import Tracer
@@ -433,7 +433,8 @@ class Controller:
             }
 
         world = sum(role.world_size for role in plan.roles.values())
-        members, directory = self._open_bus(plan.config, records, world, entries)
+        leftovers = _leftovers(records, starts_all=plan.scheduler != "external")
+        members, directory = self._open_bus(plan.config, records, world, entries, leftovers)
         scheduler, failures = self._schedule(plan)
         self._closers.callback(self._stop_workers, scheduler, plan.config.scheduler.stop_grace)
         for job in jobs.values():
@@ -472,7 +473,12 @@ class Controller:
         return records
 
     def _open_bus(
-        self, config: Config, records: Records, world: int, entries: Callable[[int], dict[str, Entry]]
+        self,
+        config: Config,
+        records: Records,
+        world: int,
+        entries: Callable[[int], dict[str, Entry]],
+        leftovers: Iterable[int] = (),
     ) -> tuple[Members, Directory]:
         """Make sockets and hub, claim the epoch, and begin to watch who is there; ``world`` counts all ranks."""
         closers = self._closers
@@ -505,6 +511,7 @@ class Controller:
             read_journal=self._read_journal,
             stacks=Stacks(self.trial, self._threads_of, lambda ranks: ask_agents(client, records, ranks)),
             patience=Patience(config.rpc.stuck_after, config.rpc.stuck_factor),
+            leftovers=leftovers,
         )
         closers.callback(members.close)
         directory = Directory(
@@ -902,6 +909,21 @@ def _config_roles(roles: Mapping[str, RoleConfig]) -> dict[str, Role]:
             raise ConfigError(msg, hint=f"set roles.{name}.engine=package.module:Class")
         found[name] = Role.of(role)
     return found
+
+
+def _leftovers(records: Records, *, starts_all: bool) -> list[int]:
+    """Return the incarnations that stand in the registry and cannot be meant by a launch.
+
+    A killed agent leaves no word of how its ranks ended. Their records would be taken for ranks of this run, and their
+    silence for a death of it. Where agents are started by hand a rank may stand there already: only what is seen to be
+    gone is left out then.
+    """
+    here = pid_space()
+    return [
+        record.incarnation
+        for record in records.workers()
+        if starts_all or (record.pid_space == here and not is_alive(record.pid, record.pid_start))
+    ]
 
 
 def _open_bulk(config: Config, factory: SocketFactory, runtime: RuntimeDir) -> Bulk:

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -227,6 +227,8 @@ class Members:
             and is gone.
         stacks: Takes the stacks of ranks that are late; None: nobody does.
         patience: When a rank is stuck.
+        leftovers: Incarnations of an earlier run whose end nobody wrote down; like those with an exit record, they are
+            of no interest now.
     """
 
     def __init__(
@@ -239,13 +241,14 @@ class Members:
         read_journal: Callable[[WorkerRecord], JournalReport | None] = lambda _: None,
         stacks: Stacks | None = None,
         patience: Patience | None = None,
+        leftovers: Iterable[int] = (),
     ) -> None:
         self._client = client
         self._records = records
         self._create_timeout_s = create_timeout_s
         self._read_journal = read_journal
         self._exits: dict[int, ExitRecord] = {}
-        self._earlier = frozenset(ended.incarnation for ended in records.exits())  # of earlier runs of this trial
+        self._earlier = frozenset([*(ended.incarnation for ended in records.exits()), *leftovers])
         self.roles = {
             name: RoleMembers(job, (args, kwargs), self._exits.get) for name, (job, args, kwargs) in jobs.items()
         }

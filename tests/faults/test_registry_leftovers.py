@@ -17,7 +17,9 @@ import pytest
 from launching import launch, probes
 from run_kit import RunKit, run_kit
 from waiting import wait_until
+from zbus.config import TrialDir
 from zbus.registry import FileRegistry, Records
+from zbus.registry.records import WorkerRecord
 
 pytestmark = pytest.mark.alone
 
@@ -78,6 +80,18 @@ def test_a_run_after_a_power_cut_trusts_no_old_address(kit):
         one.rank: one for one in records.exits("actor")
     }
     assert {one.start for one in newest.values()} == {1}
+
+
+def test_what_a_killed_agent_left_is_no_rank_of_the_next_run(tmp_path):
+    """Its ranks' ends stand nowhere; a run that is resumed neither waits for them nor fails by what becomes of them."""
+    trial = TrialDir.create(tmp_path, "test", "left")
+    records = Records(FileRegistry(trial.registry))
+    for rank in range(2):
+        # Of another version, so that whoever takes it for a rank of this run says so at once.
+        records.publish_worker(WorkerRecord(role="actor", rank=rank, incarnation=1 + rank, protocol=99))
+    trial.unlock()
+    with launch(tmp_path, {"actor": probes(2)}, trial="left", resume=True) as bus:
+        assert [one["rank"] for one in bus.group("actor").whoami()] == [0, 1]
 
 
 def test_a_registry_deleted_under_a_run_is_made_again(tmp_path, caplog):
