@@ -466,6 +466,7 @@ class Client:
                 link.channel.close()
             if peer in self._peers:
                 self._peers.remove(peer)
+        self.reactor.wake()  # as of whatever is settled outside the rounds of whoever leads: it may wait for that
 
     def declare_dead(self, peer: Peer, *, reason: str, evidence: str, journal: JournalReport | None = None) -> None:
         """End an incarnation: its exit was seen, or its lease ran out. Every unfinished call gets its outcome.
@@ -479,6 +480,7 @@ class Client:
         """
         with gate, self.reactor.lock:
             self._settle(peer, reason, evidence, journal)
+        self.reactor.wake()
 
     def lose(self, peer: Peer, *, reason: str, evidence: str) -> bool:
         """Take an incarnation for dead because of its silence alone. Every unfinished call gets its outcome.
@@ -504,7 +506,8 @@ class Client:
             peer.lost = (reason, evidence)
             peer.refresh()
             self._stop_waiting(peer)
-            return True
+        self.reactor.wake()
+        return True
 
     def ping(self, peer: Peer, told: bytes | None = None) -> bool:
         """Ask a peer for the time, on its ``ctl`` link; False if that is not ready.
@@ -796,6 +799,7 @@ class Client:
                 lane = self._lane(peer, placed.lane)
                 self.execute(lane, lane.machine.cancel(seq, now))
                 lane.link.channel.check()
+        self.reactor.wake()
 
     def consumed(self, placed: Placed, upto: int) -> None:
         """Give a stream credit: the user took all its items below ``upto``."""
@@ -868,34 +872,49 @@ class Client:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def execute(self, lane: _Lane, effects: Sequence[Effect], *, placing: bool = False) -> None:
-        """Do what a lane's machine asks; ``placing``: of a request that is being placed. Under the lock."""
+        """Do what a lane's machine asks; ``placing``: of a request that is being placed. Under the lock.
+
+        What takes an outcome and raises costs nobody else theirs: it is logged and counted.
+        """
         for effect in effects:
-            if type(effect) is Finish:
-                finish = effect if not lane.arrivals else _without(lane, effect)
-                lane.waiters.finish(finish)
-                if lane.wanted:
-                    self._make_room(lane)
-            elif type(effect) is SendTo:
+            if type(effect) is SendTo:
                 lane.link.channel.send(effect.header, effect.buffers)
                 if self.on_sent is not None and effect.header.kind == _REQ and not placing:
                     self.on_sent(lane.link.peer, effect.header)
-            elif type(effect) is Results:
-                lane.waiters.results(effect)
-                if lane.wanted:
-                    self._make_room(lane)
-            elif type(effect) is Chunk:
-                lane.waiters.chunk(effect)
-            elif type(effect) is Poised:
-                holds = lane.gangs.get(effect.seq)
-                if holds is not None:
-                    holds()
+                continue
+            try:
+                self._tell(lane, effect)
+            except Exception as error:  # noqa: BLE001  # see above
+                self._not_heard(lane, error)
+            if lane.wanted:
+                self._make_room(lane)
+
+    def _tell(self, lane: _Lane, effect: Effect) -> None:
+        if type(effect) is Finish:
+            lane.waiters.finish(effect if not lane.arrivals else _without(lane, effect))
+        elif type(effect) is Results:
+            lane.waiters.results(effect)
+        elif type(effect) is Chunk:
+            lane.waiters.chunk(effect)
+        elif type(effect) is Poised:
+            holds = lane.gangs.get(effect.seq)
+            if holds is not None:
+                holds()
 
     def _make_room(self, lane: _Lane) -> None:
         """Tell those who found a lane crowded, if there is room again, or nobody who would make any."""
         if lane.machine.roomy or lane.link.peer.state is PeerState.DEAD:
             lane.wanted = False
             for watcher in tuple(self._room_watchers):
-                watcher()
+                try:
+                    watcher()
+                except Exception as error:  # noqa: BLE001  # as in ``execute``
+                    self._not_heard(lane, error)
+
+    def _not_heard(self, lane: _Lane, error: Exception) -> None:
+        self.count("failed_listeners")
+        where = (lane.machine.lane, lane.link.peer.name)
+        log.error("what takes the outcomes of lane %s of %s raised", *where, exc_info=error)
 
     def _stop_waiting(self, peer: Peer) -> None:
         """Tell those who wait for room in the lanes of a dead peer: calls given up before have no end to tell them."""

@@ -62,16 +62,22 @@ class Waiters:
             batch.sink(batch.member, seq - batch.first, effect.outcome)
 
     def results(self, effect: Results) -> None:
-        """Tell of several results."""
+        """Tell of several results. What a sink raises leaves once all are told."""
         _, seq, bodies, attempts = effect
         batch = self._take(seq, len(bodies))
         call = seq - batch.first
         if batch.together is not None:
             batch.together(batch.member, call, bodies, attempts)
             return
+        raised: Exception | None = None
         for body in bodies:
-            batch.sink(batch.member, call, Outcome(OutcomeKind.OK, (body,), attempts=attempts))
+            try:
+                batch.sink(batch.member, call, Outcome(OutcomeKind.OK, (body,), attempts=attempts))
+            except Exception as error:  # noqa: BLE001  # it leaves from here once all are told
+                raised = raised or error
             call += 1
+        if raised is not None:
+            raise raised
 
     def chunk(self, effect: Chunk) -> None:
         """Hand on an item of a stream, if somebody waits for it yet."""

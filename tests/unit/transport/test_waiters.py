@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from zbus.protocol.messages import Chunk, Finish, Outcome, OutcomeKind, Results
 from zbus.transport.waiters import Waiters
 
@@ -51,3 +53,20 @@ def test_items_of_a_stream_end_with_its_outcome() -> None:
     waiters.finish(finish(7))
     waiters.chunk(Chunk("main", 7, 1, (b"b",)))
     assert told == [(0, 0, (b"a",)), (0, 0, LOST)]
+
+
+def test_a_sink_that_raises_keeps_no_result_of_its_message_from_being_told() -> None:
+    """The others are told first; then its error leaves."""
+    told: list[int] = []
+
+    def sink(_member: int, call: int, _outcome: Outcome) -> None:
+        told.append(call)
+        if call == 0:
+            raise ValueError("its own fault")
+
+    waiters = Waiters()
+    waiters.add_batch(4, 3, 0, sink, None)
+    with pytest.raises(ValueError, match="its own fault"):
+        waiters.results(Results("main", 4, [b"a", b"b", b"c"], 1))
+    assert told == [0, 1, 2]
+    assert not waiters
