@@ -14,8 +14,10 @@ from controller.rollouts.parts import Parts
 from controller.rollouts.ranks import BusRanks, any_one
 from controller.rollouts.results import Outcome, Rollout, RolloutTimeout
 from controller.rollouts.staleness import Limits
-from controller.rollouts.workflows import Accept, Workflow
+from controller.rollouts.workflows import Accept
+from zbus.errors import ConfigError
 from zbus.retry import deadline_seconds
+from zbus.rl.workflow import Workflow
 
 if TYPE_CHECKING:
     from controller.controller import Controller
@@ -49,6 +51,9 @@ class RolloutController:
         ordered: Results come strictly in order of submission, whatever ends first.
         tolerate: How many failed or lost rollouts a batch of ``prepare_batch`` passes over before it raises.
         deadline: Of each call to a rank: seconds or text such as ``"2m"``; the endpoint's own where not given.
+        rewards: Reward functions that a workflow here calls by ``engine.reward(name, ...)``: a function of a module or
+            ``"file.py:function"``, by name. They run in processes of their own.
+        reward_processes: How many.
 
     Attributes:
         bus: As given.
@@ -76,6 +81,8 @@ class RolloutController:
         ordered: bool = False,
         tolerate: int = 0,
         deadline: float | str | None = None,
+        rewards: Mapping[str, Any] | None = None,
+        reward_processes: int = 1,
     ) -> None:
         self.bus = bus
         self.group = bus.group(role)
@@ -89,11 +96,13 @@ class RolloutController:
             BusRanks(self.group, seconds),
             self.limits,
             endpoint,
+            rewards=_pool(self.group.role, rewards, reward_processes),
             attempts=attempts,
             ordered=ordered,
             tolerate=tolerate,
         )
         self._loop, self._driver, self._operations = self._parts.loop, self._parts.driver, self._parts.operations
+        self._traces = False
         self.aio = AsyncRollouts(self._parts)
 
     def __repr__(self) -> str:
@@ -347,16 +356,27 @@ class RolloutController:
         return self._parts.counters.export(self._driver, answers)
 
     def config_perf_tracer(self, config: Mapping[str, Any] | None, role: str | None = None) -> None:
-        """Configure tracing of this role's ranks; None switches it off without a call where it is off already."""
+        """Configure tracing of this role's ranks; None switches off what was configured here, else calls nobody.
+
+        Raises:
+            ConfigError: No config, and not None.
+        """
+        given: Any = config
+        if config is not None and not isinstance(given, Mapping):
+            msg = f"{config!r} configures no tracing"
+            raise ConfigError(msg, hint="give a mapping such as {'level': 'full'}, or None to switch it off")
+        if config is None and not self._traces:
+            return
         self.bus.config_perf_tracer(config, role or self.group.role)
+        self._traces = config is not None
 
     def save_perf_tracer(self, step: int | None = None, force: bool = False) -> None:  # noqa: FBT001, FBT002  # founding spelling
         """Write traces now if ``step`` is due, or in any case with ``force``."""
         self.bus.save_perf_tracer(step, force)
 
     def destroy(self) -> None:
-        """Cancel every rollout and end the thread; who waits is told. Idempotent. The ranks stay."""
-        self._loop.close(self._driver.close)
+        """Cancel every rollout, end the thread and reward processes; who waits is told. Idempotent. The ranks stay."""
+        self._parts.close()
 
     def __enter__(self) -> Self:
         return self
@@ -370,3 +390,11 @@ class RolloutController:
 
     def _step(self, step: Callable[[], None]) -> None:
         self._loop.run(self._operations.do(step))
+
+
+def _pool(role: str, rewards: Mapping[str, Any] | None, processes: int) -> Any:
+    if not rewards:
+        return None
+    from zbus.rl.rewards import RewardPool
+
+    return RewardPool(rewards, processes=processes, name=f"rollout controller of {role}")

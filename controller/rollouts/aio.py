@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from controller.rollouts.operations import CONTROL_S
 from controller.rollouts.parts import Parts
 from controller.rollouts.results import Rollout
-from controller.rollouts.workflows import Accept, Workflow
+from controller.rollouts.workflows import Accept
+from zbus.rl.workflow import Workflow
 
 if TYPE_CHECKING:
     from zbus.rl.rollout_engine import PauseMode

@@ -186,11 +186,13 @@ class Driver:
             ConfigError: It is older than the one that counts.
         """
         self.tasks.advance(version)
+        self.routes.all_current(version)
         self._changed()
 
     def recovered(self, version: int) -> None:
         """A run goes on at ``version``."""
         self.tasks.recovered(version)
+        self.routes.all_current(version)
         self._changed()
 
     @staticmethod

@@ -36,6 +36,7 @@ class Feed:
         self.ended = False
         self.fetched: deque[Any] = deque(fetched)
         self._iterator: Iterator[Any] | None = None
+        self._broken: Exception | None = None
         self._rest: deque[Any] = deque()
 
     def fetch(self, count: int) -> None:
@@ -79,9 +80,19 @@ class Feed:
         if self._iterator is None:
             self._iterator = iter(self.source)
         while not self._rest:
-            element = next(self._iterator, _END)
+            element = self._element(self._iterator)
             if element is _END:
                 self.ended = self._iterator is self.source
                 return False
             self._rest.extend(element if self.batched else (element,))
         return True
+
+    def _element(self, iterator: Iterator[Any]) -> Any:
+        if self._broken is not None:  # an iterator that raised looks as if it had ended: items would be left out
+            msg = f"the data of prepare_batch raised {type(self._broken).__name__} before, so what follows is not known"
+            raise ConfigError(msg, hint="repair it and give a new object") from self._broken
+        try:
+            return next(iterator, _END)
+        except Exception as error:
+            self._broken = error
+            raise

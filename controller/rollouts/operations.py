@@ -22,6 +22,8 @@ from zbus.trace import register_task
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from zbus.rl.rewards import RewardPool
+
 __all__ = ["CONTROL_S", "PREPARED", "REPORT_S", "SUBMITTED", "Operations"]
 
 SUBMITTED: Final = "submit"
@@ -47,11 +49,15 @@ class Operations:
         group: The role.
         endpoint: What a rollout without a workflow calls.
         tolerate: How many failed or lost rollouts a batch of ``prepare`` passes over.
+        rewards: What workflows here may call; None: nothing.
     """
 
-    def __init__(self, driver: Driver, group: Group, endpoint: str, tolerate: int) -> None:
+    def __init__(
+        self, driver: Driver, group: Group, endpoint: str, tolerate: int, rewards: RewardPool | None = None
+    ) -> None:
         self.driver = driver
         self.control = Control(group, driver)
+        self.rewards = rewards
         self._group = group
         self._endpoint = endpoint
         self._tolerate = tolerate
@@ -60,7 +66,11 @@ class Operations:
 
     def job(self, workflow: Any, accept: Accept | None) -> Job:
         """Return the job of a workflow, or of the plain endpoint. Any thread."""
-        return call_job(self._endpoint, accept) if workflow is None else job_of(workflow, self._group, accept)
+        return (
+            call_job(self._endpoint, accept)
+            if workflow is None
+            else job_of(workflow, self._group, self.rewards, accept)
+        )
 
     # -- one by one ----------------------------------------------------------------------------------------------------
 

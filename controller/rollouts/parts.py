@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from controller.group import Group
 from controller.rollouts.driver import Driver, Work
@@ -21,6 +21,9 @@ from controller.rollouts.tasks import Task
 from zbus.errors import ConfigError
 from zbus.trace import trace_session_event
 
+if TYPE_CHECKING:
+    from zbus.rl.rewards import RewardPool
+
 __all__ = ["Parts"]
 
 
@@ -32,6 +35,7 @@ class Parts:
         ranks: Its ranks.
         limits: What bounds rollouts.
         endpoint: What a rollout without a workflow calls.
+        rewards: What workflows here may call; closed with it.
         attempts, ordered, tolerate: As ``RolloutController``.
     """
 
@@ -42,18 +46,25 @@ class Parts:
         limits: Limits,
         endpoint: str,
         *,
+        rewards: RewardPool | None,
         attempts: int,
         ordered: bool,
         tolerate: int,
     ) -> None:
         self.driver = Driver(ranks, limits, attempts=attempts, ordered=ordered, ended=_ended)
-        self.operations = Operations(self.driver, group, endpoint, tolerate)
+        self.operations = Operations(self.driver, group, endpoint, tolerate, rewards)
         self.loop = OwnLoop(f"zbus-rollout-{group.role}")
         self.counters = Counters()
         self.limits = limits
         self._feed: Feed | None = None
         self._resumed: tuple[int, int, list[Any]] = (0, 0, [])
         self._preparing = threading.Lock()
+
+    def close(self) -> None:
+        """End the loop, its thread and the reward processes. Idempotent."""
+        self.loop.close(self.driver.close)
+        if self.operations.rewards is not None:
+            self.operations.rewards.close()
 
     # -- results -------------------------------------------------------------------------------------------------------
 

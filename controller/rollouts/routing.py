@@ -177,6 +177,13 @@ class Routes:
         one.stale, one.version = "", version
         return self._assign()
 
+    def all_current(self, version: int) -> None:
+        """Every rank that is not STALE has the weights of ``version``."""
+        self.updated = self.updated or version > 0
+        for one in self.ranks:
+            if not one.stale:
+                one.version = version
+
     # -- looking -------------------------------------------------------------------------------------------------------
 
     @property

@@ -1,23 +1,23 @@
-"""What a rollout does: one call of an endpoint, an episode of a workflow at a worker, or one of a workflow here.
-
-A workflow here is an object with ``async def run_episode(engine, data)``. It runs on the controller's own loop, where
-it must not block; the ``engine`` that it is given calls endpoints of the role, each call routed for itself.
-"""
+"""What a rollout does: one call of an endpoint, an episode of a workflow at a worker, or one of a workflow here."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, Protocol, runtime_checkable
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Final
 
 from controller.group import Group
 from controller.rollouts.driver import Driver, Job, Work
+from controller.rollouts.handle import EngineHandle, ask
 from controller.rollouts.ranks import any_one
 from zbus.errors import ConfigError
-from zbus.rl.generation import Completion, Episode
+from zbus.rl.workflow import Workflow
 from zbus.trace import register_session, set_session_id, set_task_id, trace_session_phase
 
-__all__ = ["Accept", "EngineHandle", "Workflow", "call_job", "job_of"]
+if TYPE_CHECKING:
+    from zbus.rl.rewards import RewardPool
+
+__all__ = ["Accept", "call_job", "job_of"]
 
 Accept = Callable[[Any], bool | Awaitable[bool]]
 """Looks at what a workflow made and tells whether it is wanted. Runs on the controller's own loop: be quick."""
@@ -26,67 +26,24 @@ EPISODE: Final = "run_episode"
 """The endpoint that runs a workflow at a worker."""
 
 
-@runtime_checkable
-class Workflow(Protocol):
-    """What makes one rollout of one item of data."""
-
-    async def run_episode(self, engine: Any, data: Any) -> Any:
-        """Return what came of it, or None to reject it."""
-        ...
-
-
-class EngineHandle:
-    """What a workflow that runs at the controller is given: the endpoints of the role that any rank may answer.
-
-    ``await engine.generate(prompt, sampling)`` goes to the least loaded rank with current weights, and to another one
-    if that is lost before it answers.
-    """
-
-    def __init__(self, driver: Driver, group: Group, work: Work) -> None:
-        self._driver = driver
-        self._group = group
-        self._work = work
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that counts now."""
-        return self._driver.tasks.staleness.version
-
-    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        """Return an endpoint as a coroutine function.
-
-        Raises:
-            AttributeError: The role has no such endpoint; the nearest name is suggested.
-            ConfigError: It is one that all ranks answer.
-        """
-        if name.startswith("_"):
-            raise AttributeError(name)
-        any_one(self._group, name)
-
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            with trace_session_phase(name):
-                return await _ask(self._driver, self._work, name, args, kwargs)
-
-        return call
-
-
 def call_job(endpoint: str, accept: Accept | None = None) -> Job:
     """Return the job of one call of an endpoint with the data as its argument."""
 
     async def run(driver: Driver, work: Work) -> bool:
         with _Session(work), trace_session_phase(endpoint):
-            work.value = await _ask(driver, work, endpoint, (work.data,), {})
+            work.value = await ask(driver, work, endpoint, (work.data,), {})
         return True if accept is None else await _wanted(accept, work.value)
 
     return run
 
 
-def job_of(workflow: Any, group: Group, accept: Accept | None = None) -> Job:
+def job_of(workflow: Any, group: Group, rewards: RewardPool | None, accept: Accept | None = None) -> Job:
     """Return the job of one episode.
 
     Args:
         workflow: Name of a workflow that the role declares, which runs at a worker; or an object, which runs here.
         group: The role.
+        rewards: What a workflow here may call by ``engine.reward``.
         accept: Filters what it makes.
 
     Raises:
@@ -102,22 +59,22 @@ def job_of(workflow: Any, group: Group, accept: Accept | None = None) -> Job:
         kind = f"class {workflow.__name__}" if isinstance(workflow, type) else repr(workflow)
         msg = f"{kind} is no workflow"
         raise ConfigError(msg, hint=f"give an object with `async def {EPISODE}(self, engine, data)`, or a name")
-    return _episode_here(workflow, group, accept)
+    return _episode_here(workflow, group, rewards, accept)
 
 
 def _episode_there(workflow: str, accept: Accept | None) -> Job:
     async def run(driver: Driver, work: Work) -> bool:
         with _Session(work), trace_session_phase("episode"):
-            work.value = await _ask(driver, work, EPISODE, (workflow, work.data), {})
+            work.value = await ask(driver, work, EPISODE, (workflow, work.data), {})
         return await _judged(work, accept)
 
     return run
 
 
-def _episode_here(workflow: Workflow, group: Group, accept: Accept | None) -> Job:
+def _episode_here(workflow: Workflow, group: Group, rewards: RewardPool | None, accept: Accept | None) -> Job:
     async def run(driver: Driver, work: Work) -> bool:
         with _Session(work):
-            work.value = await workflow.run_episode(EngineHandle(driver, group, work), work.data)
+            work.value = await workflow.run_episode(EngineHandle(driver, group, rewards, work), work.data)
         return await _judged(work, accept)
 
     return run
@@ -132,23 +89,6 @@ async def _judged(work: Work, accept: Accept | None) -> bool:
 async def _wanted(accept: Accept, value: Any) -> bool:
     answer = accept(value)
     return bool(await answer if inspect.isawaitable(answer) else answer)
-
-
-async def _ask(driver: Driver, work: Work, endpoint: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Make one call for a rollout and note who answered, with which weights."""
-    answer = await driver.call(endpoint, args, kwargs)
-    work.rank = answer.rank
-    work.attempts += answer.attempts
-    value = answer.value
-    if isinstance(value, Episode):
-        work.saw(value.oldest, value.newest)
-        return value.value
-    if isinstance(value, Completion):
-        versions = [span.version for span in value.versions] or [answer.version]
-        work.saw(min(versions), max(versions))
-    else:
-        work.saw(answer.version, answer.version)
-    return value
 
 
 class _Session:

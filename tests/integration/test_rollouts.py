@@ -41,7 +41,7 @@ def kill(pid: int) -> None:
 
 
 def test_episodes_of_a_killed_rank_are_run_by_another(tmp_path):
-    """SIGKILL in the middle of episodes: they are run again elsewhere; each comes out once, none is lost or rejected."""
+    """SIGKILL in the middle of episodes: they run again elsewhere; each comes out once, none is lost or rejected."""
     notes, gate = tmp_path / "began", tmp_path / "go"
     data = [{"item": item, "began": str(notes), "until": str(gate)} for item in range(8)]
     with rollouts(tmp_path, batch_size=8) as (_, rollout):
@@ -57,8 +57,8 @@ def test_episodes_of_a_killed_rank_are_run_by_another(tmp_path):
         assert Counter(one.data["item"] for one in results) == Counter(range(8))
         assert {(one.outcome, one.value["rank"]) for one in results} == {(Outcome.ACCEPTED, 0)}
         assert sorted(one.attempts for one in results) == [1] * 4 + [2] * 4
+        rollout.submit({"until": "/nowhere"}, "spell")
         with pytest.raises(RolloutTimeout):
-            rollout.submit({"until": "/nowhere"}, "spell")
             rollout.wait(1, timeout=0.05)
 
 
@@ -118,7 +118,7 @@ def test_a_restarted_rank_gets_no_work_until_it_is_refreshed(tmp_path):
         group = bus.group("rollout")
         assert rollout.set_version(3) == {}
         kill(group.be_sick(sick=False)[1])
-        wait_until(lambda: rollout.stale(), timeout_s=30, what="the restart of rank 1")
+        wait_until(rollout.stale, timeout_s=30, what="the restart of rank 1")
         wait_until(lambda: group.ready, timeout_s=30, what="rank 1")
         assert rollout.stale() == {1: "it was restarted and has no weights since"}
         results = rollout.rollout_batch(range(10), "spell", timeout=scaled(20))

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from workers.engines.generate.sampling import Sampler, sub_seed, uniforms
+from workers.engines.generate.sampling import Sampler, uniforms
 from zbus.rl.generation import Sampling
+from zbus.rl.seeds import sub_seed
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0]], dtype=torch.float64)
 

@@ -13,6 +13,7 @@ from rollout_engine import until
 from waiting import scaled, wait_until
 from zbus.errors import ConfigError, NotExecuted, RolloutError
 from zbus.rl import Sampling
+from zbus.rl.workflow import Workflow
 
 
 class Twice:
@@ -88,6 +89,24 @@ def test_a_workflow_may_not_call_what_all_ranks_answer(made):
     (one,) = rollout.wait(1, timeout=scaled(20))
     assert one.outcome is Outcome.FAILED
     assert "`set_version` of role 'rollout' is not AnyOne" in str(one.error)
+
+
+class Scored:
+    async def run_episode(self, engine, data):
+        answers = await engine.samples(data, 3, Sampling(max_tokens=2, seed=7))
+        rewards = [await engine.reward("length", [0] * len(one.ids)) for one in answers]
+        return {"rewards": rewards, "version": engine.version}
+
+
+def test_a_workflow_has_samples_and_rewards_here_as_at_a_worker(made):
+    """One object runs at either place: several answers to a prompt, rewards in processes of their own."""
+    rollout = made(rewards={"length": "builtins:len"})
+    (one,) = rollout.rollout_batch([[1, 2]], Scored(), timeout=scaled(60))
+    assert isinstance(Scored(), Workflow)
+    assert one.value == {"rewards": [2, 2, 2], "version": 0}
+    assert one.attempts == 3
+    (bad,) = made().rollout_batch([[1]], Scored(), errors="return")
+    assert "there is no reward 'length'" in str(bad.error)
 
 
 # -- B46: one loop of its own ------------------------------------------------------------------------------------------
@@ -577,6 +596,23 @@ def test_data_without_items_is_refused(made):
         made().prepare_batch([], "spell")
 
 
+def test_data_that_raises_is_not_begun_anew(made):
+    """An iterator that raised looks as if it had ended: it is refused from then on, no item is left out in silence."""
+
+    class Broken:
+        def __iter__(self):
+            yield 1
+            raise OSError("disk")
+
+    rollout, data = made(batch_size=2), Broken()
+    with pytest.raises(OSError, match="disk"):
+        rollout.prepare_batch(data, "spell")
+    with pytest.raises(ConfigError, match="raised OSError before"):
+        rollout.prepare_batch(data, "spell", timeout=scaled(20))
+    first, _ = rollout.prepare_batch([1, 2], "spell", timeout=scaled(20))
+    assert first.data == 1
+
+
 def test_one_batch_at_a_time(made):
     """Two threads in prepare_batch would share one source: the second is refused."""
     rollout, gate = made(), Gated()
@@ -634,11 +670,16 @@ def test_statistics_are_own_and_of_the_ranks(made):
 
 
 def test_tracing_goes_by_the_role(inline, made):
-    """config_perf_tracer and save_perf_tracer are the trial's, for this role."""
+    """B59: None calls nobody where nothing was configured, another kind of config is refused."""
     rollout = made()
+    rollout.config_perf_tracer(None)
+    assert inline.calls == []
     rollout.config_perf_tracer({"level": "full"})
     rollout.save_perf_tracer(3, force=True)
-    assert inline.calls == [("config", {"level": "full"}, "rollout"), ("save", 3, True)]
+    rollout.config_perf_tracer(None)
+    assert inline.calls == [("config", {"level": "full"}, "rollout"), ("save", 3, True), ("config", None, "rollout")]
+    with pytest.raises(ConfigError, match="'full' configures no tracing"):
+        rollout.config_perf_tracer("full")
 
 
 def test_destroy_tells_who_waits_and_leaves_no_thread(made):

@@ -7,10 +7,10 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from workers.engines.generate.sampling import sub_seed
 from zbus import trace
 from zbus.errors import ConfigError
 from zbus.rl.generation import Completion, Sampling
+from zbus.rl.seeds import sub_seed
 from zbus.runtime.loader import load_object
 
 __all__ = ["Episodes", "Handle", "Runner", "load_workflow"]

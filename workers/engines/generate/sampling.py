@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from zbus.rl.generation import Sampling
+from zbus.rl.seeds import mix
 
-__all__ = ["Sampler", "sub_seed", "uniforms"]
+__all__ = ["Sampler", "uniforms"]
 
 _GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
 
@@ -19,23 +20,8 @@ _GOLDEN = np.uint64(0x9E37_79B9_7F4A_7C15)
 def uniforms(seeds: npt.NDArray[np.uint64], places: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Return numbers in [0, 1), a function of seed and place alone: nothing has to be remembered between two tokens."""
     with np.errstate(over="ignore"):
-        mixed = _mix(_mix(seeds) + _GOLDEN * (places + np.uint64(1)))
+        mixed = mix(mix(seeds) + _GOLDEN * (places + np.uint64(1)))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def sub_seed(seed: int, number: int) -> int:
-    """Return the seed of answer ``number`` to one prompt; that of answer 0 is ``seed`` itself."""
-    if number == 0:
-        return seed
-    with np.errstate(over="ignore"):
-        return int(_mix(_mix(np.array([seed % 2**64], np.uint64)) ^ np.uint64(number))[0] >> np.uint64(1))
-
-
-def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Scatter 64 bits: each bit of the result depends on all of the value (the finaliser of SplitMix64)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
-    return values ^ (values >> np.uint64(31))
 
 
 class Sampler:
