@@ -59,7 +59,8 @@ def _values(line: bytes) -> dict[str, float] | None:
     numbers = {
         name: float(value)
         for name, value in data.items()
-        if isinstance(value, int | float)
+        if name != "wall_time"
+        and isinstance(value, int | float)
         and not isinstance(value, bool)
         and abs(value) < 1e300
         and math.isfinite(value)

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,8 @@ __all__ = [
     "is_heldout",
     "load",
     "parse",
+    "prompt",
+    "supervised",
 ]
 
 Batch = dict[str, npt.NDArray[np.generic]]
@@ -83,6 +85,14 @@ class Words:
     def __len__(self) -> int:
         return len(self.spellings)
 
+    def phonemes(self, row: int) -> list[str]:
+        """Return how a word is said."""
+        return decode(self.tokens[row].tolist())
+
+    def questions(self, step: int, size: int, seed: int) -> list[dict[str, Any]]:
+        """Return the words of training batch ``step`` with their phonemes, by the same rule as ``batch``."""
+        return [{"word": self.spellings[row], "phonemes": self.phonemes(row)} for row in self._rows(step, size, seed)]
+
     def take(self, rows: npt.NDArray[np.int64] | slice) -> Batch:
         """Return the given rows as a batch, cut to its longest word."""
         lengths = self.lengths[rows]
@@ -94,10 +104,20 @@ class Words:
 
         Each epoch visits the words in an order of its own, without repetition; the last partial batch is left out.
         """
-        per_epoch = len(self) // size
-        epoch, place = divmod(step, per_epoch)
+        return self.take(self._rows(step, size, seed))
+
+    def _rows(self, step: int, size: int, seed: int) -> npt.NDArray[np.int64]:
+        epoch, place = divmod(step, len(self) // size)
         order = np.random.default_rng((seed, epoch)).permutation(len(self))
-        return self.take(order[place * size : (place + 1) * size])
+        return order[place * size : (place + 1) * size]
+
+
+def supervised(batch: Batch) -> dict[str, Any]:
+    """Return a batch as a training engine takes it: ``input_ids``, ``lengths``, and ``loss_mask`` over the answers."""
+    tokens = batch["tokens"]
+    places = np.arange(tokens.shape[1])
+    answer = (places > (tokens == SEP).argmax(1)[:, None]) & (places < batch["lengths"][:, None])
+    return {"input_ids": tokens, "lengths": batch["lengths"], "loss_mask": answer}
 
 
 def is_heldout(word: str) -> bool:
@@ -107,7 +127,12 @@ def is_heldout(word: str) -> bool:
 
 def encode(word: str, phonemes: Sequence[str]) -> list[int]:
     """Return the tokens of one word, without padding."""
-    return [*(_LETTERS[letter] for letter in word), SEP, *(_SOUNDS[sound] for sound in phonemes), EOS]
+    return [*prompt(word), *(_SOUNDS[sound] for sound in phonemes), EOS]
+
+
+def prompt(word: str) -> list[int]:
+    """Return what a word is asked with: its letters and SEP, the row up to the answer."""
+    return [*(_LETTERS[letter] for letter in word), SEP]
 
 
 def decode(tokens: Sequence[int]) -> list[str]:
