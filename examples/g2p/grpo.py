@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from controller.recover import Recover, RecoverState
-from controller.weights import WeightSync
 
 import data
 from controller.metrics import Metrics, open_metrics
+from controller.recover import Recover, RecoverState
 from controller.rollout import RolloutController
 from controller.train import TrainController
 from controller.trainers import GRPOStep, grpo, sft
+from controller.weights import WeightSync
 
 if TYPE_CHECKING:
     from controller.livetable import LiveTable

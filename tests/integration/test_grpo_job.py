@@ -80,7 +80,7 @@ def test_the_job_learns_from_the_dictionary_then_from_its_own_answers_and_resume
 
 @pytest.mark.ci
 def test_the_whole_job_raises_the_reward_while_generation_overlaps_training(tmp_path: Path):
-    """Sampled reward rises by 0.10 in 120 steps, no answer is older than two versions, and most training is overlapped."""
+    """The reward rises by 0.10 in 120 steps, on answers at most two versions old, made while training goes on."""
     found = run(tmp_path)
     metrics, trial = found["metrics"], Path(found["trial_dir"])
     assert metrics["reward_gain"] >= 0.10
