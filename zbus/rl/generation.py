@@ -8,10 +8,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from zbus.codec import register
-from zbus.errors import ConfigError
+from zbus.codec import register, register_exception
+from zbus.errors import ConfigError, RewardError
 
 __all__ = ["Completion", "Episode", "Finish", "Sampling", "VersionSpan"]
+
+register_exception(RewardError)  # here, since whoever calls a rollout engine has this module
 
 Finish = Literal["stop", "length", "abort"]
 """``stop``: an end token or a stop sequence; ``length``: a limit; ``abort``: cut off, what there was is kept."""

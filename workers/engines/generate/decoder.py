@@ -282,7 +282,7 @@ class Decoder:
         tokens = torch.tensor([request.ids[-1] for request in rows], device=self._device)
         self._advance(rows, self._rows.decode(tokens), self._sampler)
         self._count(begin, "decode", len(rows))
-        trace.counter("decode", rows=len(rows), steps=self._steps)
+        trace.counter("generation", rows=len(rows), steps=self._steps)
         self._steps += 1
 
     def _sampler_of(self, rows: Sequence[Request]) -> Sampler:

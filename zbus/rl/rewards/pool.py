@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
-from zbus.codec import Buffer, decode, encode, rebuild_exception, register_exception
+from zbus.codec import Buffer, decode, encode, rebuild_exception
 from zbus.errors import ConfigError, RewardError
 from zbus.rl.rewards.wire import pack_frames, read_records, receive, send, unpack_frames
 from zbus.runtime.processes import describe_exit
@@ -38,8 +38,6 @@ _CHUNK_S: Final = 0.05
 """So long a chunk may take, by what calls took lately; a single call may take longer."""
 _SEND_S: Final = 10.0
 _SHOWN: Final = 80
-
-register_exception(RewardError)
 
 Waiter = concurrent.futures.Future[Any] | asyncio.Future[Any]
 
