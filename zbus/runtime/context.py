@@ -50,6 +50,8 @@ class Context:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     _store: Any = None
+    _joins: int = 0
+    _joined: bool = False
     _empty: Callable[[Sequence[int] | int, Any], Any] | None = None
     _refs: WorkerRefs | None = None
 
@@ -141,6 +143,8 @@ class Context:
     def init_torch(self, backend: str = "gloo", *, timeout_s: float = 120.0) -> None:
         """Initialise torch.distributed over the ranks of this group; call on every rank, on the main thread.
 
+        After ``close`` on every rank it may be called again.
+
         Rank 0 hosts the store on a socket that was bound and listening before any rank started, so no port is guessed
         and no rank can be early. Each generation of a group (a restart of all) has a store of its own.
 
@@ -164,34 +168,40 @@ class Context:
         timeout = dt.timedelta(seconds=timeout_s)
         if "gloo" in backend and self.master_addr in ("127.0.0.1", "localhost", "::1"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        if self.world_size == 1 and self.torch_store_fd is None:
-            store: Any = dist.HashStore()
-        else:
-            store = dist.TCPStore(
-                host_name=self.master_addr,
-                port=self.master_port,
-                world_size=self.world_size,
-                is_master=self.rank == 0,
-                timeout=timeout,
-                wait_for_workers=False,
-                master_listen_fd=None if self.torch_store_fd is None or self.rank else os.dup(self.torch_store_fd),
-                use_libuv=True,
-            )
-        self._store = store
+        if self._store is None:
+            self._store = self._open_store(timeout)
+        self._joins += 1  # every rank counts alike, so what an earlier group left in the store meets nobody
+        self._joined = True
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"zbus/{self.role}", store),
+            store=dist.PrefixStore(f"zbus/{self.role}/{self._joins}", self._store),
             rank=self.rank,
             world_size=self.world_size,
             timeout=timeout,
         )
 
+    def _open_store(self, timeout: Any) -> Any:
+        import torch.distributed as dist
+
+        if self.world_size == 1 and self.torch_store_fd is None:
+            return dist.HashStore()
+        return dist.TCPStore(
+            host_name=self.master_addr,
+            port=self.master_port,
+            world_size=self.world_size,
+            is_master=self.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=None if self.torch_store_fd is None or self.rank else os.dup(self.torch_store_fd),
+            use_libuv=True,
+        )
+
     def close(self) -> None:
-        """Leave the torch process group, if one was joined."""
-        if self._store is None:
+        """Leave the torch process group, if one was joined. Its store stays for another one of these ranks."""
+        if not self._joined:
             return
         import torch.distributed as dist
 
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._store = None
+        self._joined = False

@@ -224,9 +224,9 @@ class TorchTrainEngine(PublishesWeights, TrainEngine):
                 known = {**_OUTPUTS, **self.outputs, **self.settings.outputs}
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
-                msg = f"this role declares no {what} {name!r}"
-                hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known))}"
-                raise ConfigError(msg, hint=hint)
+                listed = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known))}"
+                msg = f"this role declares no {what} {name!r}; {listed}"
+                raise ConfigError(msg, hint=f"name it in the role's kwargs: {what}s={{{name!r}: 'file.py:function'}}")
             found = known[name]
             self._loaded[key] = load_object(found, key) if isinstance(found, str) else found
         return self._loaded[key]
