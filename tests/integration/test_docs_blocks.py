@@ -89,6 +89,13 @@ BEFORE = {
         class Colour(enum.Enum):
             RED = 1
     """,
+    "docs/reference/generation.md": f"""
+        import re
+        from pathlib import Path
+        page = Path({str(ROOT / "docs/reference/generation.md")!r}).read_text()
+        for name, text in zip(("policy.py", "task.py"), re.findall("^```python\\n(.*?)^```", page, re.M | re.S)):
+            Path(name).write_text(text)
+    """,
     "docs/reference/registry.md": """
         from zbus.registry import FileRegistry as MyRegistry
     """,
