@@ -1,0 +1,77 @@
+"""The job of ``rl.py`` in the controller's process: the example, and the books of its GRPO steps."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "g2p"
+COMPUTING = ("zbus-decode", "pt_", "gloo")
+"""How the threads of a rank that compute are called, by their beginnings."""
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the pids of all processes below one."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(") ")[2].split()[1])
+        except OSError:
+            continue
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    found: list[int] = []
+    left = [pid]
+    while left:
+        own = children.get(left.pop(), [])
+        found += own
+        left += own
+    return found
+
+
+def threads_of(pid: int) -> dict[int, tuple[str, float]]:
+    """Return name and CPU seconds of each thread of a process, by its number."""
+    found = {}
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            head, _, tail = stat.read_text().rpartition(") ")
+        except OSError:
+            continue
+        fields = tail.split()
+        ticks = int(fields[11]) + int(fields[12])
+        found[int(stat.parent.name)] = head.partition("(")[2], ticks / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def books(bus: Any) -> dict[str, float]:
+    """Return CPU seconds of the job so far: ``all`` of them, and those of the ``bus``."""
+    ranks = {pid: trained for role in ("actor", "rollout") for pid, trained in bus.group(role).cpu()}
+    everything = costs = 0.0
+    for pid in (os.getpid(), *descendants(os.getpid())):
+        parents = set(descendants(pid)) & set(ranks)  # an agent or a template has ranks below it
+        threads = threads_of(pid)
+        used = sum(seconds for _, seconds in threads.values())
+        everything += used
+        if pid in ranks:
+            costs += used - ranks[pid] - sum(s for name, s in threads.values() if name.startswith(COMPUTING))
+        elif pid == os.getpid() or parents:
+            costs += used
+    return {"all": everything, "bus": costs}
+
+
+def drive(run: Any) -> dict[str, Any]:
+    """Run the example, and keep the books of its GRPO steps. ``zbus-controller run`` calls this."""
+    sys.path.insert(0, str(EXAMPLE))
+    import grpo
+
+    kept: dict[str, float] = {}
+
+    class Job(grpo.Job):
+        def reinforce(self, table: Any) -> None:
+            before = books(run.bus)
+            super().reinforce(table)
+            kept.update({name: value - before[name] for name, value in books(run.bus).items()})
+
+    grpo.Job = Job
+    return {**grpo.main(run), "cpu_all": kept["all"], "cpu_bus": kept["bus"]}
