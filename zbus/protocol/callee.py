@@ -256,14 +256,8 @@ class Callee(CalleeSessions):
             self._drop("kind")
         return effects
 
-    def validate(self, callers_window: int = 0) -> None:
-        """Raise AssertionError when an invariant of this machine is broken; for tests and simulation.
-
-        Args:
-            callers_window: The window of its callers, if larger than its own: what they give up at once, below the
-                floor, keeps its place behind a call that still runs.
-        """
-        window = max(self.window, callers_window)
+    def validate(self) -> None:
+        """Raise AssertionError when an invariant of this machine is broken; for tests and simulation."""
         assert self._kept_bytes == sum([kept.nbytes for kept in self._kept.values()]), self._kept_bytes
         assert self._kept_bytes <= self._keep_bytes, self._kept_bytes
         for session in self._sessions.values():
@@ -286,7 +280,7 @@ class Callee(CalleeSessions):
                 assert lane.running == running + poised, lane.name
                 assert lane.running <= lane.concurrency, lane.name
                 assert len(lane.queue) == queued, lane.name
-                assert len(lane.runs) <= 2 * window + lane.concurrency, lane.name
+                assert len(lane.runs) <= 2 * self.window + lane.concurrency, lane.name
                 assert all(run.seq < lane.floor + self.window for run in lane.runs.values()), lane.name
 
     # -- inside --------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ _PROGRESS: Final = {
     RunState.RUNNING: Status.RUNNING,
 }
 _DONE: Final = RunState.DONE
+_GOES_ON: Final = (RunState.RUNNING, RunState.POISED)
 
 
 class CalleeAnswers:
@@ -164,13 +165,29 @@ class CalleeAnswers:
     def _advance_floor(self, lane: Lane, floor: int) -> None:
         lane.floor = floor
         runs = lane.runs
-        while runs:  # admission order is seq order; a run still going only delays the forgetting of those behind it
+        while runs:  # admission order is seq order
             run = next(iter(runs.values()))
             if run.state is not _DONE or run.seq + run.calls > floor:
+                if run.seq < floor:
+                    self._forget_below(lane)
                 return
             if run.large:
                 self._let_go(run.replies)
             del runs[run.seq]
+
+    def _forget_below(self, lane: Lane) -> None:
+        """Forget what stands below the floor behind a request that goes on though its caller has its outcome.
+
+        What is queued there is wanted by nobody and does not start; else such callers would pile it up.
+        """
+        for run in list(lane.runs.values()):
+            if run.seq + run.calls > lane.floor or run.state in _GOES_ON:
+                continue
+            if run.state is RunState.QUEUED:
+                lane.queue.remove(run)
+            if run.large:
+                self._let_go(run.replies)
+            del lane.runs[run.seq]
 
     # -- large replies -------------------------------------------------------------------------------------------
 

@@ -78,6 +78,21 @@ def test_no_more_answers_are_kept_than_the_window_whatever_the_callers_window_is
     machine.validate()
 
 
+def test_what_a_caller_gives_up_behind_a_call_that_runs_on_does_not_pile_up():
+    """Its floor is past it: ended places are forgotten, queued requests are wanted by nobody and do not start."""
+    machine = callee(window_calls=8)
+    assert ask(machine, Kind.REQ, 0) == ["run 0"]
+    lane = machine._sessions[SESSION].lanes["main"]
+    for seq in range(1, 500):
+        ask(machine, Kind.SKIP if seq % 2 else Kind.REQ, seq, floor=seq)
+        assert len(lane.runs) <= 2
+        assert machine.queued <= 1
+    assert said(machine, 0) == ["RESULT OK 0"]
+    assert ask(machine, Kind.REQ, 500, floor=500) == ["run 500"]
+    assert ask(machine, Kind.REQ, 498, floor=500) == [], "it does not come back"
+    assert list(lane.runs) == [500]
+
+
 def test_what_is_held_counts_for_the_window_too():
     """A place is within the window of the floor, however far the sequence has come."""
     machine = callee(window_calls=4)

@@ -216,7 +216,7 @@ class SimWorker:
                 self._credit(effect)  # type: ignore[arg-type]
             if not self.alive:  # its script says that it dies here
                 return
-        self.callee.validate(self.world.knobs.window_calls)
+        self.callee.validate()
 
     def _say(self, connection: Connection | None, header: Header, buffers: Buffers) -> None:
         world = self.world
