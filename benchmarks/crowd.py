@@ -156,5 +156,5 @@ def main() -> None:
     threading.Event().wait()  # to be killed: connections that stay say nothing of lost workers meanwhile
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # started by scale.py: no benchmark of its own
     main()

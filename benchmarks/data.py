@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import zmq
 from peers import Rivals, add_options
-from rounds import Figures, parser, show, wanted
+from rounds import Figures, parser, printer, wanted
 
 HERE = Path(__file__).resolve().parent
 SIZES = {"64kb": 1 << 16, "1mb": 1 << 20, "16mb": 1 << 24, "256mb": 1 << 28}
@@ -284,9 +284,8 @@ def measure_refs(results: Results, pairs: dict[str, Zbus], shm: Shm, copy: float
         results.take("ref_256mb", "GB/s", {"memcpy": copy, "shm": seconds(partial(shm.recv, size), 5), **times}, size)
 
 
-def run(rounds: int, wanted: Callable[[str], bool], rivals: Rivals) -> Results:
-    """Run all rounds and return the figures."""
-    results = Results()
+def run(results: Results, rounds: int, wanted: Callable[[str], bool], rivals: Rivals) -> None:
+    """Run all rounds."""
     with tempfile.TemporaryDirectory(prefix="zb-bench-") as directory, contextlib.ExitStack() as stack:
         four = any(map(wanted, ("broadcast_16mb", "rl_batch")))
         workers = 4 if four else 1
@@ -334,15 +333,16 @@ def run(rounds: int, wanted: Callable[[str], bool], rivals: Rivals) -> Results:
                 }
                 results.take("rl_batch", "ms", times)
             rivals.measure(results, PEER_WORKLOADS, wanted)
-    return results
 
 
 def main() -> None:
     made = parser(__doc__)
     add_options(made)
     options = made.parse_args()
-    results = run(options.rounds, wanted(options.only), Rivals(options.peers, options.venvs))
-    show(results.lines(), as_json=options.json)
+    rivals = Rivals(options.peers, options.venvs)
+    results = Results(options.rounds, printer(as_json=options.json))
+    run(results, options.rounds, wanted(options.only), rivals)
+    results.finish()
 
 
 if __name__ == "__main__":

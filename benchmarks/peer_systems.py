@@ -725,5 +725,5 @@ def main() -> None:
     os._exit(0)  # threads of a system need not end
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # started by peers.py: no benchmark of its own
     main()

@@ -22,11 +22,12 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Figures", "environment", "parser", "show", "wanted"]
+__all__ = ["Figures", "environment", "parser", "printer", "wanted"]
 
 HERE = Path(__file__).resolve().parent
 
@@ -34,11 +35,18 @@ HERE = Path(__file__).resolve().parent
 class Figures:
     """Figures by workload and system, in the order in which they first came.
 
+    Args:
+        rounds: How many figures make a line; with ``say``.
+        say: Given each line as soon as its last figure has come; the rest is given by ``finish``.
+
     Attributes:
         bases: By workload, what the reference itself was last, and its limit, for systems that come after it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rounds: int = 0, say: Callable[[dict[str, Any]], object] | None = None) -> None:
+        self._count = rounds
+        self._say = say
+        self._said: set[tuple[str, str, str]] = set()
         self.bases: dict[str, tuple[float | None, float | None]] = {}
         self._rows: dict[tuple[str, str, str], list[tuple[float, float | None, float | None]]] = {}
 
@@ -55,22 +63,38 @@ class Figures:
         if value == raw or workload not in self.bases:
             self.bases[workload] = (raw, limit)
         ratios = [None if base is None else value / base for base in (raw, limit)]
-        self._rows.setdefault((workload, system, unit), []).append((value, ratios[0], ratios[1]))
+        key = (workload, system, unit)
+        row = self._rows.setdefault(key, [])
+        row.append((value, ratios[0], ratios[1]))
+        if len(row) == self._count and self._say is not None:
+            self._said.add(key)
+            self._say(_line(key, row))
+
+    def finish(self) -> None:
+        """Say the lines of which fewer figures came: of a rival that did not reach its end."""
+        for key, row in self._rows.items():
+            if key not in self._said and self._say is not None:
+                self._said.add(key)
+                self._say(_line(key, row))
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Give one line for each workload and system."""
-        for (workload, system, unit), rounds in self._rows.items():
-            values = [value for value, _, _ in rounds]
-            yield {
-                "workload": workload,
-                "system": system,
-                "median": _short(statistics.median(values)),
-                "best": _short((max if unit.endswith("/s") else min)(values)),
-                "unit": unit,
-                "ratio": _middle(ratio for _, ratio, _ in rounds),
-                "limit": _middle(limit for _, _, limit in rounds),
-                "rounds": len(rounds),
-            }
+        return starmap(_line, self._rows.items())
+
+
+def _line(key: tuple[str, str, str], row: Sequence[tuple[float, float | None, float | None]]) -> dict[str, Any]:
+    workload, system, unit = key
+    values = [value for value, _, _ in row]
+    return {
+        "workload": workload,
+        "system": system,
+        "median": _short(statistics.median(values)),
+        "best": _short((max if unit.endswith("/s") else min)(values)),
+        "unit": unit,
+        "ratio": _middle(ratio for _, ratio, _ in row),
+        "limit": _middle(limit for _, _, limit in row),
+        "rounds": len(row),
+    }
 
 
 def _middle(values: Iterable[float | None]) -> float | None:
@@ -107,20 +131,24 @@ def wanted(only: str) -> Callable[[str], bool]:
     return lambda workload: not chosen or any(workload.startswith(name) for name in chosen)
 
 
-def show(lines: Iterable[dict[str, Any]], *, as_json: bool) -> None:
-    """Print lines: as JSON objects, or as a table."""
-    if not as_json:
-        print(f"{'workload':<20}{'system':<14}{'median':>11}{'best':>11} {'unit':<8}{'ratio':>8}{'limit':>8}")
-    for line in lines:
+def printer(*, as_json: bool) -> Callable[[dict[str, Any]], None]:
+    """Return what prints one line: as a JSON object, or as a row of a table whose head comes with the first."""
+    heads = iter([f"{'workload':<20}{'system':<14}{'median':>11}{'best':>11} {'unit':<8}{'ratio':>8}{'limit':>8}"])
+
+    def say(line: dict[str, Any]) -> None:
         if as_json:
             print(json.dumps(line), flush=True)
-            continue
+            return
+        for head in heads:
+            print(head)
         median, best = ("never" if line[key] is None else f"{line[key]:.4g}" for key in ("median", "best"))
         ratio, limit = ("" if line[key] is None else f"{line[key]:.2f}" for key in ("ratio", "limit"))
         print(
             f"{line['workload']:<20}{line['system']:<14}{median:>11}{best:>11} {line['unit']:<8}{ratio:>8}{limit:>8}",
             flush=True,
         )
+
+    return say
 
 
 def environment(cache: str) -> dict[str, str]:

@@ -30,7 +30,7 @@ from typing import Any
 
 import zmq
 from peers import Rivals, add_options
-from rounds import Figures, parser, show, wanted
+from rounds import Figures, parser, printer, wanted
 
 HERE = Path(__file__).resolve().parent
 IN_FLIGHT = 128
@@ -233,9 +233,8 @@ def measure_rates(
             results.add(name, "zbus", "calls/s", ours[1].batches(4 * calls, ahead), base)
 
 
-def run(rounds: int, scale: float, wanted: Callable[[str], bool], rivals: Rivals) -> Figures:
-    """Run all rounds and return the figures."""
-    results = Figures()
+def run(results: Figures, rounds: int, scale: float, wanted: Callable[[str], bool], rivals: Rivals) -> None:
+    """Run all rounds."""
     count = max(200, int(2000 * scale))
     piped = max(1000, int(10000 * scale))
     with tempfile.TemporaryDirectory(prefix="zb-bench-") as directory, contextlib.ExitStack() as stack:
@@ -282,7 +281,6 @@ def run(rounds: int, scale: float, wanted: Callable[[str], bool], rivals: Rivals
                 results.add("call_traced", "zbus", "us", value, base)
                 if untraced:
                     results.add("call_traced_adds", "zbus", "us", value - untraced[number], base)
-    return results
 
 
 def main() -> None:
@@ -291,8 +289,9 @@ def main() -> None:
     add_options(made)
     options = made.parse_args()
     rivals = Rivals(options.peers, options.venvs, options.scale)
-    results = run(options.rounds, options.scale, wanted(options.only), rivals)
-    show(results.lines(), as_json=options.json)
+    results = Figures(options.rounds, printer(as_json=options.json))
+    run(results, options.rounds, options.scale, wanted(options.only), rivals)
+    results.finish()
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from crowd import crowd
-from rounds import Figures, environment, parser, show, wanted
+from rounds import Figures, environment, parser, printer, wanted
 from startup import memory_mb
 
 SIZES = (16, 64, 256, 1000)
@@ -108,7 +108,7 @@ def main() -> None:
     options = made.parse_args()
     sizes = [int(size) for size in options.sizes.split(",")]
     asked = wanted(options.only)
-    figures = Figures()
+    figures = Figures(options.rounds, printer(as_json=options.json))
     for _ in range(options.rounds):
         first: dict[str, float] = {}
         for size in sizes:
@@ -127,7 +127,7 @@ def main() -> None:
             for name, unit in (("descriptors", "each"), ("sockets", "each"), ("memory", "KB")):
                 if asked(f"{name}_{size}"):
                     figures.add(f"{name}_{size}", "zbus", unit, found[name])
-    show(figures.lines(), as_json=options.json)
+    figures.finish()
 
 
 if __name__ == "__main__":

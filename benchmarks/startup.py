@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 from peers import Rivals, add_options
-from rounds import Figures, environment, parser, show, wanted
+from rounds import Figures, environment, parser, printer, wanted
 
 RAW = """
 import sys
@@ -301,7 +301,7 @@ def main() -> None:
     made.add_argument("--stations", action="store_true", help="show when each part of the registry was last written")
     options = made.parse_args()
     asked = wanted(options.only)
-    figures = Figures()
+    figures = Figures(options.rounds, printer(as_json=options.json))
     rivals = Rivals(options.peers, options.venvs)
     seen: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="zb-start-") as directory:
@@ -318,7 +318,7 @@ def main() -> None:
             for workload in ("startup_16", "startup_4"):  # each in processes of its own
                 rest = ("rss_worker_idle", "kill_to_error") if workload == "startup_4" else ()
                 rivals.measure(figures, (workload, *rest), asked)
-    show(figures.lines(), as_json=options.json)
+    figures.finish()
     if options.stations:
         for name, values in sorted(seen.items(), key=lambda item: (item[0].split()[0], min(item[1]))):
             print(f"{min(values) * 1e3:8.1f} ms  {name}", file=sys.stderr)

@@ -44,6 +44,33 @@ def test_a_ratio_is_the_median_of_the_ratios_of_each_round():
     assert json.loads(json.dumps(kill)) == kill
 
 
+def test_a_line_is_said_as_soon_as_its_last_round_is_there():
+    """Not at the end of the benchmark; a row with fewer rounds is said in the end, and none twice."""
+    from rounds import Figures
+
+    said = []
+    figures = Figures(2, lambda line: said.append((line["workload"], line["median"], line["rounds"])))
+    figures.add("call", "zbus", "us", 10.0)
+    figures.add("call", "rival", "us", 90.0)
+    assert said == []
+    figures.add("call", "zbus", "us", 20.0)
+    assert said == [("call", 15.0, 2)]
+    figures.finish()
+    figures.finish()
+    assert said == [("call", 15.0, 2), ("call", 90.0, 1)]
+
+
+def test_only_what_measures_something_is_offered_as_a_benchmark():
+    """``./zb bench`` names those that have the options of all, and refuses the parts that they start."""
+    told = subprocess.run(
+        ["./zb", "bench", "crowd"], cwd=BENCHMARKS.parent, capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 2
+    names = told.stderr.partition("name a benchmark: ")[2].split("\n")[0].split()
+    assert {"rpc", "data", "startup", "scale", "faults"} <= set(names)
+    assert not {"crowd", "peers", "peer_systems", "fault_peers", "rounds"} & set(names)
+
+
 def test_rivals_that_cannot_be_installed_are_said_and_left_out(tmp_path, capfd, monkeypatch):
     """Neither a name that nobody knows nor an environment that cannot be made passes in silence."""
     import peers
