@@ -17,7 +17,9 @@ __all__ = ["Exact"]
 _DIGITS: Final = 53
 """Bits of a float's fraction."""
 _LOW: Final = 26
-"""Fractions are added in two halves, so that 2**36 of them cannot overflow an int64."""
+"""Fractions are added in two halves, of so many bits and of the rest."""
+_AT_ONCE: Final = 1 << 25
+"""So many halves add up to less than 2**53."""
 _EXPONENTS: Final = range(-1200, 1200)
 """Beyond what any float has."""
 
@@ -32,18 +34,31 @@ class Exact:
     @classmethod
     def of(cls, values: npt.NDArray[np.float64]) -> Self:
         """Return the sum of finite numbers, of any shape."""
-        fractions, exponents = np.frexp(values.ravel())
+        flat = values.ravel()
+        total = cls()
+        for begin in range(0, flat.size, _AT_ONCE):
+            total = total._plus(cls._of_some(flat[begin : begin + _AT_ONCE]))
+        return total
+
+    @classmethod
+    def of_one(cls, value: float) -> Self:
+        """Return a finite number."""
+        fraction, exponent = math.frexp(value)
+        return cls._reduced(int(math.ldexp(fraction, _DIGITS)), exponent - _DIGITS)
+
+    @classmethod
+    def _of_some(cls, values: npt.NDArray[np.float64]) -> Self:
+        """Add up what has one exponent, then all exponents."""
+        fractions, exponents = np.frexp(values)
+        least = int(exponents.min())
+        places = exponents - least
         whole = np.ldexp(fractions, _DIGITS).astype(np.int64)
-        powers, places = np.unique(exponents, return_inverse=True)
-        high, low = np.zeros((2, len(powers)), np.int64)
-        np.add.at(high, places, whole >> _LOW)
-        np.add.at(low, places, whole & ((1 << _LOW) - 1))
-        if not len(powers):
-            return cls()
-        least = int(powers[0])
+        # Floats, but every partial sum of such halves is an integer that a float holds.
+        high = np.bincount(places, (whole >> _LOW).astype(np.float64))
+        low = np.bincount(places, (whole & ((1 << _LOW) - 1)).astype(np.float64))
         total = 0
-        for power, upper, lower in zip(powers.tolist(), high.tolist(), low.tolist(), strict=True):
-            total += ((upper << _LOW) + lower) << (power - least)
+        for place in np.flatnonzero((high != 0) | (low != 0)).tolist():
+            total += ((int(high[place]) << _LOW) + int(low[place])) << place
         return cls._reduced(total, least - _DIGITS)
 
     @classmethod
@@ -72,8 +87,11 @@ class Exact:
         return [self.numerator, self.exponent]
 
     def __add__(self, other: Exact) -> Exact:
+        return self._plus(other)
+
+    def _plus(self, other: Exact) -> Self:
         least = min(self.exponent, other.exponent)
-        return Exact._reduced(
+        return self._reduced(
             (self.numerator << (self.exponent - least)) + (other.numerator << (other.exponent - least)), least
         )
 

@@ -75,6 +75,13 @@ class _Entry:
         return entry
 
     @classmethod
+    def of_one(cls, kind: str, reduce: str, number: float) -> _Entry:
+        """Take one number: what ``of`` does, for what is recorded most."""
+        if not math.isfinite(number):
+            return cls.of(kind, reduce, np.array([number]))
+        return cls(kind, reduce, Exact.of_one(number), 1, number, number)
+
+    @classmethod
     def of_plain(cls, plain: Any) -> _Entry:
         """Read an entry of a dump; ``ValueError`` says what is wrong with it."""
         wanted = {"kind", "reduce", "sum", "min", "max", *_COUNTS}
@@ -195,11 +202,7 @@ class Stats:
         """
         for name, number in {**(numbers or {}), **named}.items():
             key = self._key(name)
-            array = _floats(key, number)
-            if array.size != 1:
-                msg = f"statistic {key!r}: a scalar is one number, not {array.size}; record arrays with stat()"
-                raise ValueError(msg)
-            self._record(key, _Entry.of("scalar", _known(key, reduce), array))
+            self._record(key, _Entry.of_one("scalar", _known(key, reduce), _float(key, number)))
 
     def denominator(self, name: str, mask: Any) -> None:
         """Name the places that count, for ``stat`` calls of this thread or task in this scope, until named anew.
@@ -219,8 +222,9 @@ class Stats:
         if not (chosen | (numbers == 0)).all():
             msg = f"statistic {key!r}: a mask holds true and false, or ones and zeros, nothing else"
             raise ValueError(msg)
-        entry = _Entry.of("denominator", "sum", numbers[chosen])
-        self._record(key, entry)
+        count = int(chosen.sum())
+        least, most = (1.0, 1.0) if count else (math.inf, -math.inf)
+        self._record(key, _Entry("denominator", "sum", Exact.of_one(count), count, least, most))
         frame = self._frame.get()
         self._frame.set(frame._replace(masks={**frame.masks, name: chosen}))
 
@@ -259,8 +263,8 @@ class Stats:
         try:
             yield
         finally:
-            took = np.array([(self._clock.monotonic_ns() - began) / 1e9])
-            self._record(key, _Entry.of("timing", "per_part", took))
+            took_s = (self._clock.monotonic_ns() - began) / 1e9
+            self._record(key, _Entry.of_one("timing", "per_part", took_s))
 
     def export(self, key: str | None = None, *, reset: bool = True) -> Dump:
         """Hand over what was recorded since the last time, as data that travels and that ``merge`` takes.
@@ -368,6 +372,21 @@ def _known(key: str, reduce: str) -> str:
         msg = f"statistic {key!r}: there is no reduction {reduce!r}; choose one of {', '.join(get_args(Reduction))}"
         raise ValueError(msg)
     return reduce
+
+
+def _float(key: str, number: Any) -> float:
+    """Return one number."""
+    if isinstance(number, float | int):
+        try:
+            return float(number)
+        except OverflowError as error:
+            msg = f"statistic {key!r} is made of numbers, not of int: {error}"
+            raise ValueError(msg) from error
+    array = _floats(key, number)
+    if array.size != 1:
+        msg = f"statistic {key!r}: a scalar is one number, not {array.size}; record arrays with stat()"
+        raise ValueError(msg)
+    return float(array.item())
 
 
 def _floats(key: str, numbers: Any) -> npt.NDArray[np.float64]:

@@ -25,6 +25,14 @@ def test_a_sum_of_floats_is_exact_whatever_its_parts(left, right):
 
     assert Fraction(total.numerator) * Fraction(2) ** total.exponent == sum(map(Fraction, left + right), Fraction(0))
     assert Exact.of_pair(total.pair()) == total == Exact.of(np.array(right + left, np.float64))
+    assert total == sum(map(Exact.of_one, left + right), Exact())
+
+
+def test_many_numbers_of_one_size_add_up_exactly():
+    """Where the partial sums are largest: as many equal numbers as are added at once, each with all its bits set."""
+    odd = np.nextafter(2.0, 0.0)
+    total = Exact.of(np.full(1 << 20, odd))
+    assert Fraction(total.numerator) * Fraction(2) ** total.exponent == Fraction(odd) * (1 << 20)
 
 
 @given(st.lists(FINITE, min_size=1), st.randoms())
@@ -225,6 +233,7 @@ def test_a_key_has_one_meaning():
     [
         (lambda s: s.scalar(loss=[1.0, 2.0]), r"'loss': a scalar is one number, not 2"),
         (lambda s: s.scalar(loss="low"), r"'loss' is made of numbers, not of str"),
+        (lambda s: s.scalar(loss=10**400), r"'loss' is made of numbers, not of int: .*too large"),
         (lambda s: s.scalar(loss=1j), r"'loss' is made of numbers, not of complex"),
         (lambda s: s.scalar({"loss": 1.0}, reduce="median"), r"no reduction 'median'; choose one of avg"),
         (lambda s: s.scalar({"loss/": 1.0}), r"'loss/' is no name"),
