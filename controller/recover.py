@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from controller.dumps import Dumps, Name
-from zbus import codec
+from zbus import codec, trace
 from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.errors import CodecError, RecoverError
 
@@ -153,7 +153,7 @@ class Recover:
         self._every_ns = round(every_s * 1e9)
         self._fallback = fallback
         self._clock = clock
-        self._dumps = Dumps(trial.checkpoints / "recover", trial.path / "recover.json")
+        self._dumps = Dumps(trial.checkpoints / "recover", trial.recover_note)
         self._last_step: int | None = None
         self._last_ns = clock.monotonic_ns()
 
@@ -189,9 +189,11 @@ class Recover:
         Raises:
             RecoverError: The newest dump is missing or broken, or the trial has dumps and is not to be resumed.
         """
-        dump = self._newest(fallback=self._fallback) if resume else None
+        with trace.span("find dump", "io"):
+            dump = self._newest(fallback=self._fallback) if resume else None
         if dump is not None:
-            self.restore(dump)
+            with trace.span("restore", "io", step=dump.state.step):
+                self.restore(dump)
             _log.info("step %d: going on from %s", dump.state.step, dump.path)
             return dump.state
         if self._dumps.listing() or self._dumps.noted():
@@ -234,8 +236,9 @@ class Recover:
             CodecError: Something in the state cannot be kept; it is named.
             Exception: What an engine's ``save`` raises, likewise.
         """
-        name = self._dumps.write(state.step, lambda path: self._fill(path, state))
-        self._dumps.prune(self._keep)
+        with trace.span("dump", "io", step=state.step):
+            name = self._dumps.write(state.step, lambda path: self._fill(path, state))
+            self._dumps.prune(self._keep)
         self._last_step, self._last_ns = state.step, self._clock.monotonic_ns()
         path = self._dumps.path(name)
         _log.info("step %d is dumped in %s", state.step, path)

@@ -23,7 +23,7 @@ from controller.signals import Interrupts, Terminated
 from controller.targets import Target, call_driver, find_driver, parse_target, run_script, takes_run
 from zbus import __version__
 from zbus.config import Resolved, TrialDir, format_duration, load_config, write_atomically
-from zbus.errors import ConfigError
+from zbus.errors import ConfigError, WorkerLost
 
 if TYPE_CHECKING:
     from controller.controller import Controller
@@ -301,9 +301,10 @@ class _Execution:
         place = shown(trial.path)
         if summary.report:
             console.note(f"report: {shown(Path(summary.report))}")
+        lost_a_rank = summary.exit_code == WorkerLost.exit_code and trial.recover_note.exists()
         if summary.status == "ok":
             console.next(f"traceview stats {place}" if summary.trace else f"zbus-controller status {place}")
-        elif summary.status == "failed":
+        elif summary.status == "failed" and not lost_a_rank:
             console.next(f"zbus-controller status {place}")
         else:
             root = f" --root {shown(trial.root)}" if self._context.was_set("root") else ""

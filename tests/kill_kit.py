@@ -48,6 +48,9 @@ class KilledJob:
         command: What stands behind ``run`` each time.
         seed: Of all choices.
         limit_s: How long one start may take; longer is a hang.
+
+    Attributes:
+        ended: How its starts ended.
     """
 
     def __init__(self, kit: RunKit, command: Sequence[str], seed: int, *, limit_s: float = 60.0) -> None:
@@ -57,6 +60,7 @@ class KilledJob:
         self.random = random.Random(seed)
         self.limit_s = limit_s
         self.story: list[str] = []
+        self.ended: list[Done] = []
         self.name = f"t{seed}"
         os.environ[VARIABLE] = str(self.ledger)
 
@@ -78,15 +82,17 @@ class KilledJob:
         for kill in kills:
             running = self.start()
             self.strike(running, kill)
-            done = running.end(self.limit_s)
-            self.story.append(f"exit {done.code}")
-            if done.code == 0:
-                return done
-        while True:
-            done = self.start().end(self.limit_s)
-            self.story.append(f"exit {done.code}")
-            assert done.code == 0, f"{self.told()}\n{done.err}"
-            return done
+            if self._end(running).code == 0:
+                return self.ended[-1]
+        done = self._end(self.start())
+        assert done.code == 0, f"{self.told()}\n{done.err}"
+        return done
+
+    def _end(self, running: Running) -> Done:
+        done = running.end(self.limit_s)
+        self.ended.append(done)
+        self.story.append(f"exit {done.code}")
+        return done
 
     def start(self) -> Running:
         """Start it, with ``--resume`` as soon as there is a trial."""
@@ -146,6 +152,7 @@ class KilledJob:
         given: Callable[[int], Sequence[Sequence[int]]],
         asked: Sequence[Sequence[int]],
         per_prompt: int = 1,
+        prompt_of: Callable[[Any], Sequence[int]] = tuple,
     ) -> None:
         """Check that every step counts once and no batch is lost or doubled.
 
@@ -156,6 +163,7 @@ class KilledJob:
             given: Returns the prompts of a step on given rows.
             asked: Prompts of the other steps, in the order in which they are asked.
             per_prompt: Rows of one prompt.
+            prompt_of: Tells the tokens of an item of the driver's data.
         """
         found = descent(self.ledger, ranks)
         story = self.told()
@@ -171,14 +179,9 @@ class KilledJob:
         if steps > warm:
             rollout = self.newest().state.extras["rollout"]
             standing = rollout["epoch"] * len(asked) + rollout["position"]
-            open_ones = Counter(tuple(self.prompt(item)) for item in rollout["pending"])
+            open_ones = Counter(tuple(prompt_of(item)) for item in rollout["pending"])
             taken = Counter(map(tuple, asked[:standing]))
             assert Counter(used.keys()) + open_ones == taken, f"prompts are lost: {taken - used - open_ones}: {story}"
-
-    @staticmethod
-    def prompt(item: Any) -> Sequence[int]:
-        """Return the tokens of a pending item."""
-        return item  # type: ignore[no-any-return]  # of the job without torch an item is its tokens
 
     def steps_logged(self) -> list[int]:
         """Return the steps of ``metrics.jsonl``, as they stand there."""

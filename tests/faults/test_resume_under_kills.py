@@ -74,23 +74,27 @@ def check(job: KilledJob, warm: int = WARM) -> None:
 @pytest.mark.parametrize(
     "kills",
     [
-        [Kill("controller", 4, 0.02), Kill("actor", 3, 0.0)],
-        pytest.param([Kill("actor", 5, 0.0), Kill("rollout", 1, 0.0)], marks=pytest.mark.ci),
+        [Kill("actor", 5, 0.0)],
+        pytest.param([Kill("controller", 4, 0.02), Kill("rollout", 1, 0.0)], marks=pytest.mark.ci),
     ],
-    ids=["controller then actor", "actor then rollout"],
+    ids=["actor", "controller then rollout"],
 )
 def test_a_job_that_is_killed_and_resumed_takes_every_step_once(kit: RunKit, kills: list[Kill]) -> None:
     """The step count is exact, and so are the rows that made the model, given ones and answered ones."""
     job = KilledJob(kit, ["killed.yaml"], 0)
     job.play(kills)
-    assert job.told().count("kill ") == 2
+    assert job.told().count("kill ") == len(kills)
     check(job)
+    (first, *_) = job.ended
+    assert first.code in (-9, 4)
+    assert first.code == -9 or "--trial t0 --resume" in first.err, first.err
 
 
 VICTIMS = ["controller", "actor", "rollout", "agent:actor", "agent:rollout"]
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(1, ROUNDS + 1))
 def test_rounds_of_random_kills(kit: RunKit, seed: int) -> None:
     """Whoever is killed, whenever, also while it starts or resumes: the count is exact, no batch is lost or doubled."""
@@ -100,6 +104,7 @@ def test_rounds_of_random_kills(kit: RunKit, seed: int) -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(1, ROUNDS + 1))
 def test_rounds_of_random_kills_with_torch(kit: RunKit, seed: int) -> None:
     """The same of two ranks that train a transformer together: its own count of steps is exact, too."""

@@ -314,6 +314,11 @@ class TrialDir:
         return self.path / "checkpoints"
 
     @property
+    def recover_note(self) -> Path:
+        """``recover.json``: the newest dump that ``--resume`` can go on from, once there is one."""
+        return self.path / "recover.json"
+
+    @property
     def report(self) -> Path:
         """``report.html``."""
         return self.path / "report.html"
