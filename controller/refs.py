@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from controller.background import shared
+from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.codec import Ref, decode, encode
 from zbus.codec.refs import lost
 from zbus.data.desk import Desk, fill, refs_in
@@ -120,7 +121,7 @@ class Hold:
 
     def __del__(self) -> None:
         if self._owners and not self._book.closed:  # in the garbage collector: nothing is waited for
-            shared().call(partial(self._book.let_go, self._owners, self._claim, self._number))
+            self._book.later(partial(self._book.let_go, self._owners, self._claim, self._number))
 
 
 def _unpin(holds: Sequence[Any]) -> None:
@@ -258,10 +259,22 @@ class RefBook:
         desk: What it keeps itself, and how it opens what others keep.
         link: How owners are reached.
         renew_s: How often an owner must hear of this controller while anything of it is held.
+        clock: Tells the time.
+        jobs: Runs a job after so many seconds; may be called under any lock. The process's background thread, if None.
     """
 
-    def __init__(self, desk: Desk, link: Link, *, renew_s: float) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        link: Link,
+        *,
+        renew_s: float,
+        clock: Clock = SYSTEM_CLOCK,
+        jobs: Callable[[Callable[[], None], float], None] | None = None,
+    ) -> None:
         self.desk = desk
+        self._now = clock.monotonic_ns
+        self._jobs = jobs
         self._link = link
         self._holds = Holds(int(renew_s * 1e9))
         self._renew_s = renew_s
@@ -363,7 +376,7 @@ class RefBook:
     def took(self, owner: Hashable) -> None:
         """Something of an owner may be held from now on."""
         with self._lock:
-            self._holds.take(owner, time.monotonic_ns())
+            self._holds.take(owner, self._now())
         self._pump_soon(self._renew_s)
 
     def let_go(self, owners: Sequence[Hashable], claim: int, number: int = 0) -> None:
@@ -373,7 +386,20 @@ class RefBook:
         with self._lock:
             for owner in owners:
                 self._holds.let_go(owner, claim=claim, number=number)
-        shared().call(self._pump)
+        self.later(self._pump)
+
+    def later(self, job: Callable[[], None], delay_s: float = 0.0) -> None:
+        """Run a job aside. May be called under any lock, and by the garbage collector."""
+        if self._jobs is None:
+            shared().call(job, delay_s)
+        else:
+            self._jobs(job, delay_s)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of other processes is held, and none has to be told of anything."""
+        with self._lock:
+            return self._holds.idle
 
     @property
     def closed(self) -> bool:
@@ -394,7 +420,7 @@ class RefBook:
             if self._pumping or self._closed:
                 return
             self._pumping = True
-        shared().call(partial(_run_if_there, weakref.WeakMethod(self._pump_again)), delay_s)
+        self.later(partial(_run_if_there, weakref.WeakMethod(self._pump_again)), delay_s)
 
     def _pump_again(self) -> None:
         with self._lock:
@@ -408,7 +434,7 @@ class RefBook:
         if self._closed:
             return
         with self._lock:
-            tells = self._holds.due(time.monotonic_ns())
+            tells = self._holds.due(self._now())
         for tell in tells:
             try:
                 self._link.tell(tell, partial(self._told, tell))
@@ -424,7 +450,7 @@ class RefBook:
         left = retry = False
         with self._lock:
             if heard:
-                self._holds.told(tell, time.monotonic_ns())
+                self._holds.told(tell, self._now())
                 left = self._holds.owes(tell.owner)
             elif heard is None:
                 self._holds.dead(tell.owner)
@@ -433,9 +459,9 @@ class RefBook:
                 retry = not self._retrying  # one serves all owners: each of its own would tell them all again
                 self._retrying = True
         if left:  # let go while this was on its way, or too much for one message
-            shared().call(self._pump)
+            self.later(self._pump)
         if retry:
-            shared().call(self._retry, _AGAIN_S)
+            self.later(self._retry, _AGAIN_S)
 
 
 class ClientLink:

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from zbus.testing.simulation import lending_mutants, trace_mutants  # noqa: F401  # they join the list
+from zbus.testing.simulation import keeping_mutants, lending_mutants, trace_mutants  # noqa: F401  # they join the list
 from zbus.testing.simulation.exhaustive import explore
 from zbus.testing.simulation.mutants import MUTANTS, run_mutants
 from zbus.testing.simulation.runner import Report, replay, run_for
@@ -21,7 +21,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="how long to run seeds (default 10)")
     parser.add_argument("--seed", type=int, default=0, help="first seed (default 0)")
     parser.add_argument(
-        "--size", choices=("small", "large", "mixed", "registry", "trace"), default="small", help="size of the runs"
+        "--size",
+        choices=("small", "large", "mixed", "registry", "trace", "keeping"),
+        default="small",
+        help="size of the runs",
     )
     parser.add_argument("--failures", type=int, default=1, help="stop after so many failing seeds (default 1)")
     parser.add_argument("--replay", type=int, metavar="SEED", help="play one seed and tell its story")

@@ -123,6 +123,9 @@ def run_mutant(name: str, *, limit: int = LIMIT) -> Verdict:
         if "I12" in found.rules:
             report = run_seeds(range(limit // 4), "trace")
             return _verdict(found, report, report.runs)
+        if "I15" in found.rules:
+            report = run_seeds(range(limit // 20), "keeping")
+            return _verdict(found, report, report.runs)
         runs = 0
         deep = limit // 20
         stages = [

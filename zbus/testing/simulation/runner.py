@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from zbus.protocol.messages import Kind, Status
+from zbus.testing.simulation.keeping import keeping
 from zbus.testing.simulation.leases import leases
 from zbus.testing.simulation.ledger import Violation
 from zbus.testing.simulation.lending import lending
@@ -19,7 +20,7 @@ __all__ = ["Failure", "Report", "replay", "run_for", "run_seed", "run_seeds", "t
 
 STORY_LINES: Final = 60
 _CLAIMS_EVERY: Final = 256
-"""Seeds between two races for claims, leases and shared memory, which take some ten times as long."""
+"""Seeds between two plays of claims, leases, shared memory and kept values, which take some ten times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,8 @@ def run_seed(seed: int, size: str = "small", *, report: Report | None = None) ->
     """Play one run; None if every rule held. A failing run is played again to tell its story."""
     report = Report() if report is None else report
     report.runs += 1
-    if size == "registry":
-        return _run_claims(seed, report)
+    if size in _APART:
+        return _run_apart(seed, size, report)
     world = World(seed, size, report.covered)
     try:
         world.run()
@@ -108,23 +109,31 @@ def run_seed(seed: int, size: str = "small", *, report: Report | None = None) ->
     return None
 
 
-def _run_claims(seed: int, report: Report) -> Failure | None:
+def _run_apart(seed: int, size: str, report: Report) -> Failure | None:
     try:
-        claims(seed, report.covered)
-        for part in range(2):
-            leases(seed * 2 + part, report.covered)
-            lending(seed * 2 + part, report.covered)
-    except Violation as error:
-        failure = Failure(seed, "registry", error.rule, str(error), ())
+        _APART[size](seed, report.covered)
+    except Exception as error:  # noqa: BLE001  # as above
+        failure = Failure(seed, size, *_told(error), ())
         report.failures.append(failure)
         return failure
     return None
 
 
+def _claims(seed: int, covered: dict[object, int]) -> None:
+    claims(seed, covered)
+    for part in range(2):
+        leases(seed * 2 + part, covered)
+        lending(seed * 2 + part, covered)
+
+
+_APART: Final[dict[str, Callable[[int, dict[object, int]], None]]] = {"registry": _claims, "keeping": keeping}
+"""What is played by itself, by size."""
+
+
 def replay(seed: int, size: str = "small", *, lines: int = STORY_LINES) -> Failure:
     """Play a failing run again and return it with its story; a run that holds has the rule ``none``."""
-    if size == "registry":
-        return _run_claims(seed, Report()) or Failure(seed, size, "none", "nothing was broken", ())
+    if size in _APART:
+        return _run_apart(seed, size, Report()) or Failure(seed, size, "none", "nothing was broken", ())
     return tell_failure(seed, size, lambda story: World(seed, size, defaultdict(int), story), lines=lines)
 
 
@@ -134,12 +143,17 @@ def tell_failure(seed: int, size: str, make: Callable[[deque[str]], World], *, l
     world = make(story)
     try:
         world.run()
-    except Violation as error:
-        return Failure(seed, size, error.rule, str(error), tuple(story))
     except Exception as error:  # noqa: BLE001  # as above
-        rule = "validate" if isinstance(error, AssertionError) else type(error).__name__
-        return Failure(seed, size, rule, f"{rule}: {error}{_where(error)}", tuple(story))
+        return Failure(seed, size, *_told(error), tuple(story))
     return Failure(seed, size, "none", f"nothing was broken; {world.knobs}", tuple(story))
+
+
+def _told(error: Exception) -> tuple[str, str]:
+    """Return which rule was broken, and how."""
+    if isinstance(error, Violation):
+        return error.rule, str(error)
+    rule = "validate" if isinstance(error, AssertionError) else type(error).__name__
+    return rule, f"{rule}: {error}{_where(error)}"
 
 
 def run_seeds(seeds: Iterable[int], size: str = "small", *, stop_after: int = 1) -> Report:
@@ -167,7 +181,8 @@ def run_for(seconds: float, first_seed: int = 0, size: str = "small", *, stop_af
         if run_seed(seed, this, report=report) is not None and len(report.failures) >= stop_after:
             break
         if seed % _CLAIMS_EVERY == 0:
-            run_seed(seed, "registry", report=report)
+            for apart in _APART:
+                run_seed(seed, apart, report=report)
             if len(report.failures) >= stop_after:
                 break
         seed += 1
