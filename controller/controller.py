@@ -296,8 +296,9 @@ class Controller:
     def scope(self, limit: int | None = None) -> AbstractContextManager[Scope]:
         """Own what is kept in a ``with`` block, by ``put`` and by calls that leave their results with the ranks.
 
-        At its end all of it is let go, however many handles live; calls under way still get their arguments. Scopes
-        nest, and belong to the thread or task that entered them.
+        At its end all of it is let go, however many handles live; calls under way still get their arguments. What was
+        made before the block, and is only read in it, stays. Scopes nest, and belong to the thread or task that entered
+        them.
 
         Args:
             limit: Most bytes it may hold; beyond, ``RefLimitError`` is raised where the next value comes.

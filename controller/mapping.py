@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sized
@@ -49,6 +50,7 @@ class MapFuture(Generic[T]):
             msg = f'map takes order "input" or "done" and errors "raise" or "return", not {order!r} and {errors!r}'
             raise ValueError(msg)
         self._start = start
+        self._context = contextvars.copy_context()  # of whoever maps: later calls belong to the same scope and span
         self._items = iter(items)
         self._ahead = 1 << 62 if isinstance(items, Sized) else _READ_AHEAD * limit
         self._placer = placer
@@ -90,7 +92,7 @@ class MapFuture(Generic[T]):
 
     def _start_one(self, number: int, item: Any) -> None:
         try:
-            future = self._start(item)
+            future = self._context.copy().run(self._start, item)
         except Exception as error:  # noqa: BLE001  # it belongs to this item; the others go on
             self._end(number, error)
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import itertools
+import logging
 import threading
 import time
 import weakref
@@ -28,6 +29,8 @@ from zbus.protocol.messages import Outcome, OutcomeKind
 from zbus.transport.client import Client, PeerState
 
 __all__ = ["Claim", "ClientLink", "Hold", "Link", "RefBook", "Scope"]
+
+log = logging.getLogger("zbus.refs")
 
 _PUT: Final = "ctx.put"
 """What a handle names as its method that an engine made by ``ctx.put``."""
@@ -88,6 +91,8 @@ class Hold:
         with self._lock:
             self._owners.append(owner)
         self._book.took(owner)
+        if self._released:  # its scope has ended: what the call makes there goes at once
+            self.release()
 
     @property
     def released(self) -> bool:
@@ -150,11 +155,18 @@ class Pins:
 
 
 class Claim:
-    """One call whose results are kept: a hold for each rank it is sent to."""
+    """One call whose results are kept: a hold for each rank it is sent to.
 
-    def __init__(self, book: RefBook, number: int) -> None:
+    Args:
+        book: Whose it is.
+        number: Under which its results are kept.
+        scope: Where it was made; None: in none.
+    """
+
+    def __init__(self, book: RefBook, number: int, scope: Scope | None = None) -> None:
         self._book = book
         self.number = number
+        self._scope = scope
         self._holds: dict[int, Hold] = {}
 
     def placed_on(self, ranks: Sequence[int], peers: Sequence[Any]) -> None:
@@ -163,11 +175,22 @@ class Claim:
             hold = self._holds.get(rank)
             if hold is None:
                 hold = self._holds[rank] = Hold(self._book, self.number)
+                if self._scope is not None:
+                    self._scope.own(hold)
             hold.placed_on(key_of(peer))
 
     def hold_of(self, ref: Ref) -> Hold | None:
-        """Return what keeps the value of a handle that came as an answer."""
-        return self._holds.get(ref.rank)
+        """Return what keeps the value of a handle that came as an answer; its size counts from now on.
+
+        Raises:
+            RefLimitError: It is more than the scope of the call may hold.
+        """
+        hold = self._holds.get(ref.rank)
+        if hold is not None:
+            hold.nbytes = ref.nbytes
+            if self._scope is not None:
+                self._scope.add(hold)
+        return hold
 
 
 class _Local:
@@ -199,7 +222,10 @@ class _Local:
 
 
 class Scope:
-    """Owns what is kept for the block it stands for; all of it is let go at its end. Made by ``Controller.scope``.
+    """Owns what is kept by what is done in its block; all of it is let go at its end. Made by ``Controller.scope``.
+
+    That is: what is put there, what calls keep that are made there, and handles of values that engines put, if they
+    first come in an answer that is read there. Handles of other values may be read there as often as one likes.
 
     Attributes:
         limit: Most bytes it may hold, or None.
@@ -217,17 +243,24 @@ class Scope:
         with self._lock:
             return sum(hold.nbytes for hold in self._holds if not hold.released)
 
+    def own(self, hold: Any) -> None:
+        """Own what a call will make; it is let go at once if this has ended."""
+        with self._lock:
+            self._holds.add(hold)
+            closed = self.closed
+        if closed:
+            hold.release()
+
     def add(self, hold: Any) -> None:
-        """Own one more value.
+        """Own one more value, of a known size.
 
         Raises:
             RefLimitError: That is more than it may hold; the value is let go.
         """
-        with self._lock:
-            self._holds.add(hold)
+        self.own(hold)
         if self.closed:
-            hold.release()
-        elif self.limit is not None and (total := self.nbytes) > self.limit:
+            return
+        if self.limit is not None and (total := self.nbytes) > self.limit:
             hold.release()
             msg = f"this scope may hold {self.limit:,} bytes and would hold {total:,}"
             raise RefLimitError(msg, hint="release Refs in it, end it earlier, or give it more: bus.scope(limit=...)")
@@ -311,7 +344,7 @@ class RefBook:
         elif self.desk.is_mine(ref):
             self.desk.drop(ref)
         else:
-            self._hold_of(ref).release()
+            self._hold_of(ref)[0].release()
 
     @contextmanager
     def scope(self, limit: int | None = None) -> Iterator[Scope]:
@@ -327,8 +360,8 @@ class RefBook:
     # -- what calls need -----------------------------------------------------------------------------------------------
 
     def claim(self) -> Claim:
-        """Return the number under which a call's results are kept."""
-        return Claim(self, next(self._numbers))
+        """Return the number under which a call's results are kept; they belong to the scope that this is called in."""
+        return Claim(self, next(self._numbers), next(reversed(_scopes.get()), None))
 
     def bind(self, refs: Iterable[Ref], claim: Claim | None) -> None:
         """Tie handles that came in an answer to this controller, and to what keeps their values.
@@ -338,15 +371,16 @@ class RefBook:
         """
         for ref in refs:
             hold = claim.hold_of(ref) if claim is not None and ref.method != _PUT else None
+            new = False
             if hold is None and not self.desk.is_mine(ref):
-                hold = self._hold_of(ref)
-            ref.bind(self, hold)
-            if hold is not None:
+                hold, new = self._hold_of(ref)
                 hold.nbytes = ref.nbytes
+            ref.bind(self, hold)
+            if new:
                 self._into_scope(hold)
 
-    def _hold_of(self, ref: Ref) -> Hold:
-        """Return what keeps a value that an engine put: one for all handles of it."""
+    def _hold_of(self, ref: Ref) -> tuple[Hold, bool]:
+        """Return what keeps a value that an engine put, one for all handles of it; and whether this is the first."""
         with self._lock:
             hold = self._put.get(ref.key)
             new = hold is None
@@ -354,7 +388,7 @@ class RefBook:
                 hold = self._put[ref.key] = Hold(self, number=ref.number)
         if new:
             hold.placed_on((ref.role, ref.rank, ref.incarnation))
-        return hold
+        return hold, new
 
     @staticmethod
     def pinned(refs: Iterable[Ref]) -> Pins:
@@ -439,6 +473,9 @@ class RefBook:
             try:
                 self._link.tell(tell, partial(self._told, tell))
             except ZbusError:  # this controller is closing
+                self._told(tell, heard=False)
+            except Exception:  # a fault of ours: told again like any that was not heard, and the other owners now
+                log.exception("an owner of kept values could not be told what is let go")
                 self._told(tell, heard=False)
 
     def _retry(self) -> None:

@@ -202,6 +202,30 @@ def test_a_scope_owns_what_is_kept_in_it(tmp_path):
         until_nothing_is_kept(bus)
 
 
+@pytest.mark.parametrize("scheduler", ["inline", "local"])
+def test_a_scope_owns_what_its_block_makes_and_nothing_that_is_only_read_there(tmp_path, scheduler):
+    """Calls made before it and handles that came before keep what they have; calls made in it lose it, read or not."""
+    with launch(tmp_path, {"actor": keepers()}, scheduler=scheduler) as bus:
+        actor = bus.group("actor")
+        before = actor.rollout.submit(2, 2)
+        outer = actor[1].put_once(100)
+        with bus.scope() as scope:
+            made_before = before.result()
+            again = actor[1].put_once(100)
+            assert scope.nbytes == 0
+            new = actor[0].put_once(100)
+            mapped = list(actor.later.map([1000] * 40))
+            assert scope.nbytes == new.nbytes + sum(ref.nbytes for ref in mapped)
+            unread = actor.rollout.submit(3, 3)
+        assert [ref.get()["ids"].shape for ref in made_before] == [(2, 2)] * 2
+        assert outer.get().tolist() == again.get().tolist() == [1] * 100
+        for ref in (*unread.result(), new, *mapped):
+            with pytest.raises(RefLostError, match="was released"):
+                ref.get()
+        if scheduler == "local":
+            wait_until(lambda: kept(bus) == {"actor/0": 1, "actor/1": 2, "controller": 0}, what="the rest to go")
+
+
 def test_a_lost_owner_is_named_and_nothing_is_left(tmp_path, memory):
     """SIGKILL of the owner: whoever uses the handle learns who it was, what it was, and that the method did not run."""
     with launch(tmp_path, roles()) as bus:

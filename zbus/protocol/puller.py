@@ -15,8 +15,8 @@ A piece counts once: what comes again, late, or was never asked for is named to 
 are read, so that they are never written anywhere.
 
 A pull ends: with its last piece; refused by the owner; at its deadline; when no piece of any pull came for
-``Patience.stall``; when there was no connection for ``Patience.absent``; cancelled. Pure: the shell hands in the time
-and executes the effects.
+``Patience.stall`` (which a new connection extends once, and not again until a piece came); when there was no connection
+for ``Patience.absent``; cancelled. Pure: the shell hands in the time and executes the effects.
 """
 
 from __future__ import annotations
@@ -193,6 +193,7 @@ class Puller:
         self._down_since = -1  # since when there is no connection although one is wanted; -1: there is, or none is
         self._why = "not connected yet"
         self._heard_ns = 0  # when a piece came last, of any pull: they share the connection
+        self._extended = False  # a new connection has stood for a piece since
         self._gap = self._patience.again
         self._again_ns = _NEVER
         self.ignored = 0
@@ -255,7 +256,8 @@ class Puller:
         for piece in dict.fromkeys(self._asks.values()):
             self._lose(piece)
         self._asks.clear()
-        self._heard_ns = now
+        if not self._extended:  # else a connection that comes and goes would never count as silent
+            self._heard_ns, self._extended = now, True
         self._gap = self._patience.again
         self._again_ns = _NEVER
         return self._pump(now)
@@ -297,7 +299,7 @@ class Puller:
             piece.out = False
             self._out -= piece.nbytes
         pull.left -= piece.nbytes
-        self._heard_ns = now
+        self._heard_ns, self._extended = now, False
         self._gap = self._patience.again
         self._again_ns = now + self._gap
         self._lose_before(answer.serial)

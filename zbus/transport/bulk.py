@@ -481,7 +481,7 @@ class Bulk:
         self._reactor.wake()  # as in ``pull``
 
     def _tick(self, now: int) -> int:
-        due = _NEVER
+        due = _NEVER if self._counter is None else self._counter.on_timer(now)
         for link in list(self._links.values()):
             link.on_timer(now)
             if link.puller.idle and (link.spoilt or now - link.idle_since >= _IDLE_NS):

@@ -23,6 +23,11 @@ _BURST: Final = 32
 _MOST_PARKED: Final = 64
 """Answers that wait for one peer; an honest one has a window of 4 MiB, so never as many are out."""
 
+_AGAIN_NS: Final = 1_000_000_000
+"""How often what is parked is tried, whatever the socket tells."""
+
+_NEVER: Final = 1 << 62
+
 
 class Counter:
     """A bound ROUTER where parts are handed out. All methods under the reactor's lock, inside the gate.
@@ -39,6 +44,7 @@ class Counter:
         self._stock = stock
         self._receiver = Receiver(socket)
         self._parked: dict[bytes, deque[list[Any]]] = {}
+        self._due_ns = _NEVER
         self._fd = int(socket.getsockopt(zmq.FD))
         self.given_bytes = 0
         self.given_parts = 0
@@ -55,6 +61,13 @@ class Counter:
         self._reactor.unregister(self._fd)
         self._parked.clear()
         self.socket.close(0)
+
+    def on_timer(self, now: int) -> int:
+        """Try what is parked; return when that is due again (ns). The socket may have told of a peer's end long ago."""
+        if self._parked and self._due_ns <= now:
+            self._flush()
+            self._due_ns = now + _AGAIN_NS
+        return self._due_ns if self._parked else _NEVER
 
     def _check(self) -> bool:
         if not self._receiver.more():
@@ -104,6 +117,8 @@ class Counter:
         try:
             if not send_gated(self.socket, frames):
                 self._parked[peer] = deque([frames])
+                self._due_ns = self._reactor.clock.monotonic_ns() + _AGAIN_NS
+                self._reactor.note_due(self._due_ns)
         except PeerGone:
             self._refuse("peer_gone")
             return False

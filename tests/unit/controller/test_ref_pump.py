@@ -90,3 +90,24 @@ def test_what_is_let_go_while_an_owner_is_told_goes_once_it_has_heard(later):
         later.run(0)
     assert told == list(range(1, 2000))
     assert not later.run(), "nothing is left to tell"
+
+
+def test_an_owner_that_cannot_be_told_is_told_again_and_delays_no_other(later, caplog):
+    """Whatever telling one of them raises: the others are told now, and it with the next try."""
+    link = Owners(answer=True)
+    told = link.tell
+
+    def tell(tell, done):
+        if tell.owner == "a" and not link.tells:
+            msg = "planted"
+            raise RuntimeError(msg)
+        told(tell, done)
+
+    link.tell = tell
+    book = RefBook(None, link, renew_s=1000)
+    let_go(book, "ab", [1])
+    later.run(0)
+    assert [tell.owner for tell, _ in link.tells] == ["b"]
+    assert "planted" in caplog.text
+    later.run()
+    assert [tell.owner for tell, _ in link.tells] == ["b", "a"]

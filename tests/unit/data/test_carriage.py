@@ -19,7 +19,7 @@ from zbus.data.courier import Courier
 from zbus.data.desk import Desk, Owner, _Value
 from zbus.data.lease import SHARED_FROM
 from zbus.data.porter import Porter
-from zbus.errors import RefLostError
+from zbus.errors import RefLostError, RegistryError
 from zbus.transport.bulk import Bulk
 from zbus.transport.sockets import SocketFactory
 
@@ -222,3 +222,24 @@ def test_small_buffers_of_a_whole_value_are_copied_once_for_all_readers(desks):
     assert [int(array[0]) for array in reader.opened(ref, second, time.monotonic_ns() + int(scaled(30) * 1e9))] == [
         *range(64)
     ]
+
+
+@pytest.mark.parametrize("error", [RegistryError("the records cannot be read"), OSError(errno.EIO, "disk")])
+def test_a_holder_of_which_nothing_can_be_told_fails_no_call(error):
+    """The result was made: whether another's may go is looked at again later, by the thread that is there for it."""
+    broken = [error]
+
+    def is_over(_holder):
+        if broken:
+            raise error
+        return True
+
+    desk = Desk(Owner("w", 0, 1), Porter(Courier(None, 0), None), limit=1 << 20, is_over=is_over)
+    ref = desk.keep([1, 2], b"holder", 1, "f")
+    desk.check()
+    assert desk.keep([3], b"holder", 2, "f").number == ref.number + 1
+    with pytest.raises(type(error)):
+        desk.tick()
+    broken.clear()
+    desk.tick()
+    assert desk.statistics()["refs"] == 0

@@ -188,6 +188,25 @@ def test_silence_costs_one_piece_and_ends():
     assert puller.due_ns > 1 << 61
 
 
+def test_a_connection_that_comes_and_goes_is_silence_too():
+    """A new connection gives its pulls the whole patience once; a piece that comes, once more."""
+    puller = Puller(piece=4, window=4, patience=Patience(again=S, again_most=2 * S, stall=10 * S, absent=5 * S))
+    puller.link_up(0)
+    number, effects = puller.pull(KEY, [Range(0, 0, 100, 100)], None, 0)
+    came = 40 * S // 10
+    for now in range(0, 60 * S, 4 * S):
+        ended = [effect for effect in puller.on_timer(now) if isinstance(effect, Ended)]
+        if ended:
+            break
+        puller.link_down("it flaps", now + S)
+        effects = puller.link_up(now + 2 * S)
+        if now == came:
+            effects = puller.came(answer(asked(effects)[0]), now + 3 * S)
+    assert (ended[0].pull, ended[0].how) == (number, Ending.STALLED)
+    assert "4 of 100 bytes came" in ended[0].evidence
+    assert now == 20 * S, "the first connection after the piece, at 10 s, gave it ten more"
+
+
 def test_a_deadline_a_refusal_and_an_absence_end_a_pull_with_their_evidence():
     """Each end says how it was seen and how much had come."""
     puller = Puller(piece=4, window=8, patience=Patience(absent=3 * S))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -83,6 +84,11 @@ class Works(zbus.Engine):
     @zbus.endpoint(lane="rollout")
     def load_beside(self, what: Any) -> None:
         self.began.append(what)
+
+    @zbus.endpoint(lane="aside", concurrency=64)
+    async def to_thread(self, what: Any) -> None:
+        self.began.append(what)
+        await asyncio.to_thread(self.gate.wait, scaled(20))
 
     @zbus.endpoint()
     def load_main(self, what: Any) -> None:
@@ -311,3 +317,16 @@ def test_a_cancel_ends_the_wait_for_a_value(bench: Bench, method: str) -> None:
     assert refs.ended.wait(scaled(20))
     thread.join(scaled(20))
     assert bench.engine.began == ["free"]
+
+
+def test_an_engine_whose_own_threads_are_all_busy_gets_its_arguments(bench: Bench) -> None:
+    """What waits for handles takes no thread of ``asyncio.to_thread``, and waits for none."""
+    for seq in range(64):  # more than the loop's pool has
+        bench.executor.dispatch(bench.request(seq, ["to_thread", [seq], {}], lane="aside"))
+    wait_until(lambda: len(bench.engine.began) == 64, what="the engine's threads to be taken")
+    bench.executor.dispatch(bench.request(100, ["load", [ref()], {}]))
+    assert bench.refs.asked.wait(scaled(20)), "it waits for a thread of the engine's"
+    bench.refs.gate.set()
+    wait_until(lambda: bench.answers.told == {100: "OK"}, what="the call to run")
+    bench.engine.gate.set()
+    wait_until(lambda: len(bench.answers.told) == 65, what="the engine's calls to end")

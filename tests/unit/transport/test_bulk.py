@@ -251,6 +251,27 @@ def test_an_asker_that_lies_gets_nothing_and_delays_nobody(bulks):
         context.destroy(0)
 
 
+def test_what_waits_for_a_peer_goes_with_it_though_nobody_else_asks(bulks):
+    """A reader that stops and ends leaves no answers behind, and with them no memory."""
+    owner = bulks()
+    endpoint = owner.bind("tcp://127.0.0.1:0")
+    data = bytes(8 << 20)
+    owner.offer(KEY, data)
+    context = zmq.Context()
+    silent = context.socket(zmq.DEALER)
+    silent.rcvhwm = 1
+    try:
+        silent.connect(endpoint)
+        for number in range(400):
+            silent.send(pack(PartHeader(Kind.ASK, 0, number, 0, MAX_RANGE, len(data), KEY)))
+        wait_until(lambda: owner._counter._parked, what="answers to wait")
+        wait_until(lambda: not owner._reactor._to_check, what="the last ask to be taken")
+        silent.close(0)
+        wait_until(lambda: not owner._counter._parked, what="answers to go", timeout_s=10)
+    finally:
+        context.destroy(0)
+
+
 def test_a_cancelled_pull_and_a_closed_process_leave_nothing(bulks):
     """After cancel nothing is written; close ends what is open with an error, and no thread or socket stays."""
     owner, asker = bulks(), bulks()
