@@ -61,6 +61,25 @@ def test_arrays_arrive_as_they_were_sent_and_nothing_stays_on_offer(tmp_path, el
         )
 
 
+def test_a_rank_elsewhere_gets_its_rows_of_a_kept_value_and_no_others(tmp_path, elsewhere):
+    """``put`` and a split: by ranges and by rows picked one by one."""
+    roles = {"critic": Role("ref_engine:Keeper", replicas=2, sys_path=[str(HERE)], env=elsewhere)}
+    with launch(tmp_path, roles, config=Config(scheduler=SchedulerConfig(transport="tcp"))) as bus:
+        critic = bus.group("critic")
+        lengths = np.arange(1, 17)
+        ids = np.arange(16 * MIB, dtype=np.uint8).reshape(16, MIB)
+        ref = bus.put({"ids": ids, "lengths": lengths, "texts": list("ab" * 8)})
+        shares = critic.share(ref)
+        assert [digest(share["ids"]) for share in shares] == [digest(ids[:8]), digest(ids[8:])]
+        assert shares[0]["texts"] + shares[1]["texts"] == list("ab" * 8)
+        assert sum(tokens for tokens, _ in critic.tokens(ref)) == lengths.sum()
+        assert critic[1].digest(ref.take([15, 3, 4, 5, 6]))["ids"] == digest(ids[[15, 3, 4, 5, 6]])
+        pulled = [one["bulk_pulled_bytes"] for one in bus.statuses().values()]
+        assert sum(pulled) == (2 * 16 + 5) * MIB, "each row once for each call"
+        del ref
+        wait_until(lambda: bus.report()["refs"] == 0, what="the value to go")
+
+
 def test_what_may_be_done_with_arrays_is_as_ever(tmp_path, elsewhere):
     """A submitted array may be changed at once; what arrives is the engine's own, writable, for as long as it likes."""
     with launch(tmp_path, arrays(1, env=elsewhere)) as bus:

@@ -55,7 +55,7 @@ _KEEP_PACKER_BELOW: Final = 1_048_576
 Prepare = Callable[[Any, "Encoder"], Any]
 
 Keep = Callable[[memoryview | bytes], Buffer]
-"""Makes the frame that stands for the memory of an array."""
+"""Makes the frame that stands for the memory of an array. A true attribute ``all_map`` says that all readers map it."""
 
 
 class Encoder:

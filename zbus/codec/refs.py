@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from zbus.codec.decoder import BUILD, Decoder, decode, exactly
-from zbus.codec.encoder import PREPARE, Encoder
+from zbus.codec.encoder import PREPARE, Encoder, encode
 from zbus.codec.exceptions import register_exception
 from zbus.codec.rows import packed, take, unpacked
 from zbus.codec.wire import Kind, marker
@@ -57,11 +57,33 @@ class Home(Protocol):
 
 
 class Kept(Protocol):
-    """The value of a handle, in the process that owns it."""
+    """The value of a handle, in the process that owns it.
+
+    Rows are cut by the reader out of the whole, which costs nothing where it maps the whole: a value that is ``lent``,
+    to readers of a ``keep`` with a true ``all_map`` (see ``encode``). Otherwise they are cut here, and nothing else is
+    sent.
+    """
+
+    @property
+    def lent(self) -> bool:
+        """Whether nearly all of it is in shared memory.
+
+        Raises:
+            RefLostError: It was released.
+        """
+        ...
 
     @property
     def frames(self) -> Buffers:
         """Its frames.
+
+        Raises:
+            RefLostError: It was released.
+        """
+        ...
+
+    def taken(self, chosen: Sequence[int]) -> Any:
+        """Return the value's chosen rows: views of its arrays, or copies; they stay as they are while they live.
 
         Raises:
             RefLostError: It was released.
@@ -273,14 +295,19 @@ def _prepare(value: Ref, state: Encoder) -> Any:
 
 
 def _prepare_kept(value: Ref, kept: Kept, state: Encoder) -> Any:
-    frames = kept.frames
+    chosen = value.chosen
+    if chosen is None or (getattr(state.keep, "all_map", False) and kept.lent):
+        frames = kept.frames
+    else:
+        frames = encode(kept.taken(chosen), limits=state.limits, keep=state.keep)
+        chosen = None
     first = len(state.buffers)
     if first + len(frames) > state.limits.buffers:
         msg = f"more than {state.limits.buffers:,} arrays in one value"
         raise CodecError(msg, hint="stack them into fewer arrays")
     state.buffers += frames[1:]
     body = bytes(frames[0])
-    return [_KEPT, rows_to_wire(value.chosen), body, *range(first, len(state.buffers))]
+    return [_KEPT, rows_to_wire(chosen), body, *range(first, len(state.buffers))]
 
 
 # -- from the wire -------------------------------------------------------------------------------------------------

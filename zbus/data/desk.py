@@ -135,6 +135,13 @@ class _Mine:
     def frames(self) -> Buffers:
         return self._desk.frames_of(self.ref, self._number)
 
+    @property
+    def lent(self) -> bool:
+        return sum(nbytes_of(frame) for frame in self.frames[1:] if type(frame) is not Lease) <= _INLINE
+
+    def taken(self, chosen: Sequence[int]) -> Any:
+        return self._desk.taken(self.ref, self._number, chosen)
+
 
 class Desk:
     """What a process keeps, and how it opens what others keep. Any thread may call.
@@ -428,6 +435,14 @@ class Desk:
             raise RefLostError(held) if ref is None else lost(ref, held)
         frames: Buffers = held.value.frames
         return frames
+
+    def taken(self, ref: Ref | None, number: int, chosen: Sequence[int]) -> Any:
+        """Return rows of a value that was made here: read-only views of its arrays, or copies of single rows.
+
+        Raises:
+            RefLostError: It was released.
+        """
+        return take(_shown(self._porter.courier.in_full(self.frames_of(ref, number))), chosen)
 
     # -- looking -------------------------------------------------------------------------------------------------------
 

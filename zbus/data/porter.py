@@ -86,21 +86,20 @@ class Porter:
         far = self._offers_to(peers)
         if not any(near) and not far:
             return None
-        lends = any(near)
+        return _Keeper(self, any(near), all(near), far, snapshot=snapshot)
 
-        def keep(data: memoryview | bytes) -> Buffer:
-            nbytes = len(data)
-            if lends and nbytes >= SHARED_FROM:
-                lease = self.courier.lend(data)
-                if lease is not None:
-                    return lease
-            if far and nbytes >= self._pull_from:
-                offer = self._copy(data) if snapshot else self.offer(memoryview(data))
-                if offer is not None:
-                    return offer
-            return bytes(data) if snapshot else memoryview(data)
-
-        return keep
+    def frame(self, data: memoryview | bytes, keeper: _Keeper) -> Buffer:
+        """Return what stands for the memory of an array in a message."""
+        nbytes = len(data)
+        if keeper.lends and nbytes >= SHARED_FROM:
+            lease = self.courier.lend(data)
+            if lease is not None:
+                return lease
+        if keeper.far and nbytes >= self._pull_from:
+            offer = self._copy(data) if keeper.snapshot else self.offer(memoryview(data))
+            if offer is not None:
+                return offer
+        return bytes(data) if keeper.snapshot else memoryview(data)
 
     def keeper_for(self, peer: Reach) -> Keep | None:
         """Return what an encoder does with large arrays of an answer to one peer; None: it copies them."""
@@ -335,6 +334,29 @@ class Porter:
             with self._lock:
                 made = self._warm = self._warm or WarmMemory()
         return made
+
+
+class _Keeper:
+    """What an encoder does with large arrays; see ``Porter.keeper``.
+
+    Attributes:
+        lends: A reader maps what is lent.
+        all_map: All do, so that what is lent already need not be cut for any of them.
+        far: A reader pulls what is offered.
+        snapshot: Arrays may change afterwards.
+    """
+
+    __slots__ = ("_porter", "all_map", "far", "lends", "snapshot")
+
+    def __init__(self, porter: Porter, lends: bool, all_map: bool, far: bool, *, snapshot: bool) -> None:  # noqa: FBT001  # one caller
+        self._porter = porter
+        self.lends = lends
+        self.all_map = all_map
+        self.far = far
+        self.snapshot = snapshot
+
+    def __call__(self, data: memoryview | bytes) -> Buffer:
+        return self._porter.frame(data, self)
 
 
 class Opening:

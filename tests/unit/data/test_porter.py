@@ -9,6 +9,7 @@ import pytest
 from waiting import scaled, wait_until
 from zbus.codec import decode, encode
 from zbus.data.courier import Courier
+from zbus.data.desk import Desk, Owner
 from zbus.data.lease import Lease
 from zbus.data.offer import Offer
 from zbus.data.porter import Porter
@@ -100,6 +101,35 @@ def test_one_message_to_a_near_and_a_far_reader_writes_the_array_once(porters):
     del frames
     for reader, copy in ((near, to_near), (far, to_far)):
         assert np.array_equal(decode(reader.opened(received(copy), owner.reach)), data)
+
+
+def test_rows_of_a_kept_value_are_cut_where_a_reader_does_not_map_the_whole(porters):
+    """All map it: its slot is named, for any rows. One does not, or it is not lent: rows alone are in the message."""
+    owner, near, far = porters("here"), porters("here"), porters("there")
+    rows = np.arange(8 * SIZE, dtype=np.uint8).reshape(8, SIZE)
+    many = [rows[index, : 1 << 15].copy() for index in range(8)] * 4
+    desk = Desk(Owner("controller", 0, 1), owner, inlines=True, limit=1 << 30)
+
+    def sizes(value, chosen, *readers):
+        ref = desk.keep(value).take(chosen)
+        keep = owner.keeper([reader.reach for reader in readers], snapshot=True)
+        frames = encode(ref, keep=keep)
+        for reader in readers:
+            sent_to_it = owner.addressed(frames, reader.reach)  # its offers last as long as this
+            came = decode(reader.opened(received(sent_to_it), owner.reach))
+            assert [came[place].tolist() for place in range(len(chosen))] == [value[row].tolist() for row in chosen]
+        return sum(frame.nbytes if type(frame) in {Lease, Offer} else len(memoryview(frame)) for frame in frames[1:])
+
+    for chosen in (range(2, 4), [5, 1]):
+        assert sizes(rows, chosen, near) == 8 * SIZE
+        assert sizes(rows, chosen, near, far) == 2 * SIZE
+        assert sizes(many, chosen, near) == 2 << 15
+        full = owner.courier.lend
+        owner.courier.lend = lambda _data: None
+        try:
+            assert sizes(rows[:, : SIZE // 2].copy(), chosen, near) == SIZE
+        finally:
+            owner.courier.lend = full
 
 
 def test_where_shared_memory_is_full_a_near_reader_pulls(porters):
