@@ -45,14 +45,10 @@ class Answer:
 
     Attributes:
         value: The answer.
-        rank: Who.
-        attempts: How many times the call went to a rank.
         version: The version that the rank was known to hold when it was asked.
     """
 
     value: Any
-    rank: int
-    attempts: int
     version: int
 
 
@@ -64,7 +60,7 @@ class Work:
         data: What was submitted.
         value: What came of it.
         oldest, newest: Versions that may have made a part of it.
-        rank: Who answered last.
+        rank: Who was asked last.
         attempts: How many times calls of it went to a rank.
         trace: Number of its task in the trace, or None.
     """
@@ -248,8 +244,14 @@ class Driver:
 
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
-    async def call(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
+    async def call(self, work: Work, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Answer:
         """Call an endpoint of the least loaded fit rank; of another one each time that a rank is lost.
+
+        Args:
+            work: Whose call it is: it learns which ranks were asked.
+            method: Name of the endpoint.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
 
         Raises:
             Lost: As often as it may be tried, or no rank is left.
@@ -258,25 +260,24 @@ class Driver:
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._asked[call] = future
         cause: BaseException | None = None
-        sent = 0
         try:
             self._look()
             self._route(self.routes.ask(call))
             while True:
                 rank = await self._routed(call, cause)
                 version = self.routes.ranks[rank].version
-                sent += 1
+                work.rank, work.attempts = rank, work.attempts + 1
                 try:
                     value = await self._ranks.call(rank, method, args, kwargs)
                 except RankLost as lost:
                     cause = lost.__cause__ or lost
-                    sent -= not lost.reached
+                    work.attempts -= not lost.reached
                     log.info("rank %d lost `%s`: %s", rank, method, lost)
                     self._asked[call] = asyncio.get_running_loop().create_future()
                     self._route(self.routes.observe(rank, Presence.AWAY, why=str(lost)))  # until it is looked at anew
                     self._route(self.routes.lost(call, counts=lost.reached))
                     continue
-                return Answer(value, rank, sent, version)
+                return Answer(value, version)
         finally:
             asked = self._asked.pop(call)
             if asked.done() and not asked.cancelled():

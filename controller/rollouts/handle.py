@@ -95,10 +95,8 @@ class EngineHandle:
 
 
 async def ask(driver: Driver, work: Work, endpoint: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Make one call for a rollout and note who answered, with which weights."""
-    answer = await driver.call(endpoint, args, kwargs)
-    work.rank = answer.rank
-    work.attempts += answer.attempts
+    """Make one call for a rollout and note which weights answered."""
+    answer = await driver.call(work, endpoint, args, kwargs)
     value = answer.value
     if isinstance(value, Episode):
         work.saw(value.oldest, value.newest)

@@ -39,8 +39,8 @@ class Rollout:
         error: Why it failed or was lost, else None.
         oldest: Oldest version of the weights that may have made a part of it; None where that is not known.
         newest: Newest version that may have; None where that is not known.
-        rank: The rank that ran it, or that answered its last generation; None where none did.
-        attempts: How many times it, or its generations together, went to a rank.
+        rank: The rank that ran it, or was asked last by it; None where none was.
+        attempts: How many times it, or its calls together, went to a rank.
         queued_s: Seconds from submission to start.
         ran_s: Seconds from start to end; 0 if it never started.
     """

@@ -16,6 +16,7 @@ from controller.rollouts.results import Outcome
 from launching import HERE, launch
 from waiting import scaled, wait_until
 from zbus.config import Config, TraceConfig
+from zbus.errors import NotExecuted
 from zbus.rl import Sampling
 
 pytestmark = pytest.mark.alone
@@ -27,6 +28,14 @@ def rollouts(root: Path, replicas: int = 2, *, restart: str = "never", config: C
     role = Role("rollout_engine:Speller", replicas=replicas, restart=restart, sys_path=[str(HERE)])
     with launch(root, {"rollout": role}, config=config) as bus, RolloutController(bus, **options) as rollout:
         yield bus, rollout
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """One trial for the tests that leave its ranks as they are."""
+    role = Role("rollout_engine:Speller", replicas=2, sys_path=[str(HERE)])
+    with launch(tmp_path_factory.mktemp("shared"), {"rollout": role}) as bus:
+        yield bus
 
 
 def began(path: Path) -> list[tuple[int, int]]:
@@ -136,7 +145,7 @@ def test_a_rank_killed_during_set_version_is_left_behind(tmp_path):
         pids = bus.group("rollout").be_sick(sick=False)
         os.kill(pids[2], signal.SIGSTOP)
         try:
-            behind = rollout.set_version(1, timeout=1.0)
+            behind = rollout.set_version(1, timeout=0.5)
         finally:
             kill(pids[2])
         assert list(behind) == [2]
@@ -146,9 +155,9 @@ def test_a_rank_killed_during_set_version_is_left_behind(tmp_path):
         assert {(one.value["rank"], one.oldest) for one in results} == {(0, 1), (1, 1)}
 
 
-def test_asynchronous_batches_stay_within_staleness(tmp_path):
+def test_asynchronous_batches_stay_within_staleness(shared):
     """A loop of prepare_batch and set_version: every batch full, every item once, no result older than allowed."""
-    with rollouts(tmp_path, replicas=2, batch_size=4, max_staleness=2, max_concurrent=8) as (_, rollout):
+    with RolloutController(shared, batch_size=4, max_staleness=2, max_concurrent=8) as rollout:
         data, seen = list(range(1000)), []
         for version in range(20):
             batch = rollout.prepare_batch(data, "spell", timeout=scaled(20))
@@ -159,31 +168,32 @@ def test_asynchronous_batches_stay_within_staleness(tmp_path):
         assert stats["rollout/stale"] == stats["rollout/failed"] == 0
         assert len(set(seen)) == len(seen) == 80
         assert max(seen) < 80 + (2 + 2) * 4
-        assert stats["episodes"] == stats["rollout/accepted"] + stats["rollout/running"] or stats["rollout/running"]
+        assert stats["episodes"] >= stats["rollout/accepted"] >= 80
 
 
-def test_a_pause_of_generation_freezes_answers_between_two_tokens(tmp_path):
+def test_a_pause_of_generation_freezes_answers_between_two_tokens(shared):
     """Requests that run are kept, given a new version, and go on: both versions are in one answer."""
 
     class Slow:
         async def run_episode(self, engine, data):
             return await engine.generate([1], Sampling(max_tokens=20_000))
 
-    with rollouts(tmp_path, replicas=2) as (_, rollout):
+    with RolloutController(shared) as rollout:
+        rollout.set_version(100)
         for item in range(4):
             rollout.submit(item, Slow())
         wait_until(lambda: "4 running" in rollout._driver.standing("submit"), what="the start")
         with rollout.generation_paused() as running:
             assert sum(running.values()) <= 4
-            rollout.set_version(1)
+            rollout.set_version(101)
         results = rollout.wait(4, timeout=scaled(60))
-        assert {(len(one.value.ids), one.newest) for one in results} == {(20_000, 1)}
-        assert all(one.oldest in {0, 1} for one in results)
+        assert {(len(one.value.ids), one.newest) for one in results} == {(20_000, 101)}
+        assert all(one.oldest in {100, 101} for one in results)
 
 
-def test_a_guest_loop_and_threads_share_one_controller(tmp_path):
+def test_a_guest_loop_and_threads_share_one_controller(shared):
     """Coroutines of another loop and blocking threads submit and wait at once; nothing is handed out twice."""
-    with rollouts(tmp_path, replicas=2, max_concurrent=8) as (_, rollout):
+    with RolloutController(shared, max_concurrent=8) as rollout:
 
         async def story() -> list[int]:
             await asyncio.gather(*(rollout.aio.submit(item, "spell") for item in range(40)))
@@ -218,9 +228,13 @@ def test_rollouts_are_tasks_of_the_trace(tmp_path):
     assert len({one["task_id"] for one in sessions}) == 3
 
 
-def test_the_controller_costs_little_beside_the_calls(tmp_path):
-    """A thousand short rollouts come through; what they took is in their records."""
-    with rollouts(tmp_path, replicas=2, max_concurrent=64) as (_, rollout):
-        results = rollout.rollout_batch(range(1000), "spell", timeout=scaled(60))
-        assert [one.data for one in results] == list(range(1000))
-        assert sum(one.ran_s for one in results) > 0
+def test_a_closed_trial_ends_every_rollout(tmp_path):
+    """The trial is closed before its rollouts have ended: they are LOST, who waits is told, nothing hangs."""
+    with rollouts(tmp_path, replicas=1, max_concurrent=2) as (bus, rollout):
+        for _ in range(4):
+            rollout.submit({"until": "/nowhere"}, "spell")
+        wait_until(lambda: "2 running" in rollout._driver.standing("submit"), what="the start")
+        bus.close()
+        assert {one.outcome for one in rollout.wait(4, timeout=scaled(20))} == {Outcome.LOST}
+        with pytest.raises(NotExecuted, match="no rank of rollout acknowledged version 1"):
+            rollout.set_version(1, timeout=1.0)

@@ -130,7 +130,7 @@ def test_a_rollout_that_loses_every_rank_it_meets_is_lost():
             await settle()
             ranks.fail("x", RankLost("out of memory", reached=True))
         (rollout,) = await taken(made, 1)
-        assert rollout.outcome is Outcome.LOST
+        assert (rollout.outcome, rollout.rank, rollout.attempts) == (Outcome.LOST, 1, 2)
         assert "lost 2 times (ranks 0, 1)" in str(rollout.error)
         await made.close()
 
