@@ -84,6 +84,7 @@ def grpo(
     steps: int,
     first: int = 0,
     judge: Judge = reward_of,
+    prepare: Callable[[dict[str, Any]], Mapping[str, Any]] = dict,
     loss: str = "grpo",
 ) -> Iterator[GRPOStep]:
     """Take steps ``first`` to ``steps`` and yield after each, its weights already with the ranks that generate.
@@ -98,18 +99,18 @@ def grpo(
         steps: Steps in all.
         first: How many of them were taken already.
         judge: Tells what each row is worth.
+        prepare: Makes the batch of a step out of its rows, such as with columns that another role computes.
         loss: Name of the loss.
     """
     for number in range(first, steps):
         began = time.monotonic()
         with trace.span("wait for rollouts", "sync", step=number):
             rollouts = rollout.prepare_batch(prompts, workflow)
-        rows = grpo_batch([one.value for one in rollouts], judge=judge)
+        rows = prepare(grpo_batch([one.value for one in rollouts], judge=judge))
         ready = time.monotonic()
         version = rollout.get_version()
         with trace.span("train", "compute", step=number):
-            # What only the driver needs stays here.
-            report = train.train_batch({name: rows[name] for name in _COLUMNS}, loss)
+            report = train.train_batch(rows, loss)
         trained = time.monotonic()
         with trace.span("update weights", "comm", step=number):
             sync.update()
@@ -118,9 +119,6 @@ def grpo(
         yield GRPOStep(
             number, report, rows, _ages(rollouts, version), ready - began, trained - ready, updated - trained
         )
-
-
-_COLUMNS = ("input_ids", "loss_mask", "logprobs", "advantages")
 
 
 def _ages(rollouts: Sequence[Rollout], version: int) -> tuple[float, int]:
