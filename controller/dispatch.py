@@ -12,15 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from zbus.codec import JoinedRef, Ref
+from zbus.codec.rows import Empty, is_array, is_sequence, take
 from zbus.engine import AnyOne, EndpointSpec, Everywhere, Mesh, RankZero, Scatter, Split, Whole
 from zbus.errors import ConfigError
 from zbus.ragged import Ragged
 
 __all__ = ["Arguments", "DispatchError", "Plan", "balanced", "consecutive", "plan"]
-
-
-Empty = Callable[[Sequence[int], Any], Any]
-"""Makes an uninitialised numpy array of a shape and a dtype."""
 
 
 HANDLES: Final = (Ref, JoinedRef)
@@ -134,7 +131,7 @@ def _named(spec: EndpointSpec, call: Arguments) -> dict[str, Any]:
 
 def _plan_scatter(spec: EndpointSpec, size: int, call: Arguments) -> Plan:
     named = _named(spec, call)
-    lists = {name: value for name, value in named.items() if _is_sequence(value)}
+    lists = {name: value for name, value in named.items() if is_sequence(value)}
     wrong = {name: len(value) for name, value in lists.items() if len(value) != size}
     if wrong:
         given = ", ".join(f"`{name}` has {length}" for name, length in wrong.items())
@@ -145,7 +142,7 @@ def _plan_scatter(spec: EndpointSpec, size: int, call: Arguments) -> Plan:
         raise DispatchError(msg, hint=f"pass a list of {size} items, or declare Everywhere()")
 
     def item(value: Any, index: int) -> Any:
-        return value[index] if _is_sequence(value) else _bare(value)
+        return value[index] if is_sequence(value) else _bare(value)
 
     arguments = tuple(
         Arguments(tuple(item(v, i) for v in call.args), {name: item(v, i) for name, v in call.kwargs.items()})
@@ -234,21 +231,11 @@ def _common_length(spec: EndpointSpec, batches: Mapping[str, Any]) -> int:
     return lengths.pop()
 
 
-def _is_sequence(value: Any) -> bool:
-    """Tell a list or tuple of items; a named tuple is a record, not items."""
-    return isinstance(value, list | tuple) and not hasattr(value, "_fields")
-
-
-def _is_array(value: Any) -> bool:
-    """Tell numpy arrays, torch tensors and their kin without importing them."""
-    return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "__getitem__")
-
-
 def _columns(value: Any, path: str) -> list[tuple[str, int]]:
     """Return path and length of everything in ``value`` that would be split; empty if nothing."""
-    if _is_sequence(value) or isinstance(value, Ragged):
+    if is_sequence(value) or isinstance(value, Ragged):
         return [(path, len(value))]
-    if _is_array(value):
+    if is_array(value):
         return [(path, int(value.shape[0]))] if len(value.shape) else []
     if isinstance(value, dict):
         return [column for key, entry in value.items() for column in _columns(entry, f"{path}[{key!r}]")]
@@ -259,27 +246,11 @@ def _columns(value: Any, path: str) -> list[tuple[str, int]]:
 
 def _take(value: Any, indices: Sequence[int], empty: Empty | None) -> Any:
     """Return the share of ``value``; what holds no items is returned as it is."""
-    if isinstance(value, Ragged):
-        if isinstance(indices, range):
-            return value[indices.start : indices.stop]
-        return value.take(indices, empty)
-    if _is_sequence(value):
-        if isinstance(indices, range):
-            return value[indices.start : indices.stop]
-        picked = [value[i] for i in indices]
-        return picked if isinstance(value, list) else tuple(picked)
-    if _is_array(value) and len(value.shape):
-        if isinstance(indices, range):
-            return value[indices.start : indices.stop]
-        if not indices or empty is None or type(value).__name__ != "ndarray":
-            return value[list(indices)] if indices else value[:0]
-        made = empty((len(indices), *value.shape[1:]), value.dtype)
-        return value.take(indices, 0, made, "clip")  # "raise" would copy twice
-    if isinstance(value, dict):
-        return {key: _take(entry, indices, empty) for key, entry in value.items()}
-    if isinstance(value, HANDLES) and value.rows is not None:
-        return value.take(indices)
-    return _bare(value)
+
+    def other(part: Any) -> Any:
+        return part.take(indices) if isinstance(part, HANDLES) and part.rows is not None else _bare(part)
+
+    return take(value, indices, empty, other)
 
 
 # -- dividing items ----------------------------------------------------------------------------------------------------
@@ -388,7 +359,7 @@ def _token_counts(spec: EndpointSpec, split: Split, batches: Mapping[str, Any]) 
 def _count_column(spec: EndpointSpec, name: str, column: Any) -> list[float]:
     if isinstance(column, Ragged):
         return list(map(float, column.lengths.tolist()))
-    if _is_array(column) and len(column.shape) > 1:
+    if is_array(column) and len(column.shape) > 1:
         if "mask" in name:
             return list(column.reshape(column.shape[0], -1).sum(1).tolist())
         return [float(column.shape[1])] * int(column.shape[0])
@@ -407,8 +378,8 @@ def _count_item(spec: EndpointSpec, name: str, item: Any) -> float:
             if column in item:
                 return _count_item(spec, column, item[column])
     if "mask" in name and not isinstance(item, str | bytes):
-        return float(item.sum()) if _is_array(item) else float(sum(item))
-    if _is_array(item):
+        return float(item.sum()) if is_array(item) else float(sum(item))
+    if is_array(item):
         return float(item.shape[-1]) if len(item.shape) else 1.0
     if hasattr(item, "__len__"):
         return float(len(item))
@@ -417,7 +388,7 @@ def _count_item(spec: EndpointSpec, name: str, item: Any) -> float:
 
 
 def _listed(column: Any) -> list[Any]:
-    return list(column.tolist()) if _is_array(column) else list(column)
+    return list(column.tolist()) if is_array(column) else list(column)
 
 
 def _leaves(batches: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -437,6 +408,6 @@ def _find(batches: Mapping[str, Any], name: str) -> Any:
             found = _find({k: v for k, v in value.items() if isinstance(k, str) and _columns(v, "")}, name)
             if found is not None:
                 return found
-        if _is_sequence(value) and value and all(isinstance(item, dict) and name in item for item in value):
+        if is_sequence(value) and value and all(isinstance(item, dict) and name in item for item in value):
             return [item[name] for item in value]
     return None

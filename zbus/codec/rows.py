@@ -9,12 +9,27 @@ from __future__ import annotations
 import array
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from zbus.ragged import Ragged
 
-__all__ = ["LENGTH_COLUMNS", "describe", "join", "lengths_of", "packed", "rows_of", "take", "unpacked"]
+__all__ = [
+    "LENGTH_COLUMNS",
+    "Empty",
+    "describe",
+    "is_array",
+    "is_sequence",
+    "join",
+    "lengths_of",
+    "packed",
+    "rows_of",
+    "take",
+    "unpacked",
+]
+
+Empty = Callable[[Sequence[int], Any], Any]
+"""Makes an uninitialised numpy array of a shape and a dtype."""
 
 LENGTH_COLUMNS: Final = ("attention_mask", "lengths")
 """Columns of a dict that declare how many tokens each row has."""
@@ -22,18 +37,20 @@ LENGTH_COLUMNS: Final = ("attention_mask", "lengths")
 _SHOWN: Final = 160
 
 
-def _is_sequence(value: Any) -> bool:
+def is_sequence(value: Any) -> bool:
+    """Tell a list or tuple of items; a named tuple is a record, not items."""
     return isinstance(value, list | tuple) and not hasattr(value, "_fields")
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
+    """Tell numpy arrays, torch tensors and their kin without importing them."""
     return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "__getitem__")
 
 
 def _columns(value: Any) -> list[int]:
-    if _is_sequence(value) or isinstance(value, Ragged):
+    if is_sequence(value) or isinstance(value, Ragged):
         return [len(value)]
-    if _is_array(value):
+    if is_array(value):
         return [int(value.shape[0])] if len(value.shape) else []
     if isinstance(value, dict):
         return [length for entry in value.values() for length in _columns(entry)]
@@ -59,33 +76,47 @@ def lengths_of(value: Any) -> list[int] | None:
         column = value.get(name)
         if column is None or not _columns(column):
             continue
-        if _is_array(column):
+        if is_array(column):
             if len(column.shape) > 1:
                 column = column.reshape(column.shape[0], -1).sum(1)
             return [int(count) for count in column.tolist()]
-        counts = [sum(item) if _is_sequence(item) else item for item in column]
+        counts = [sum(item) if is_sequence(item) else item for item in column]
         if all(isinstance(count, int) and count >= 0 for count in counts):
             return counts
     ragged = next((column for column in value.values() if isinstance(column, Ragged)), None)
     return None if ragged is None else lengths_of(ragged)
 
 
-def take(value: Any, rows: Sequence[int]) -> Any:
-    """Return some rows of a value: of a range, views; of scattered numbers, copies."""
+def _itself(value: Any) -> Any:
+    return value
+
+
+def take(value: Any, rows: Sequence[int], empty: Empty | None = None, other: Callable[[Any], Any] = _itself) -> Any:
+    """Return some rows of a value: of a range, views; of scattered numbers, copies.
+
+    Args:
+        value: The value.
+        rows: Their numbers.
+        empty: Makes the numpy arrays that rows are copied to; None: fresh memory.
+        other: Returns what becomes of a part that has no rows; it goes along whole where nothing else is said.
+    """
     if isinstance(value, Ragged):
-        return value[rows.start : rows.stop] if isinstance(rows, range) else value.take(rows)
-    if _is_sequence(value):
+        return value[rows.start : rows.stop] if isinstance(rows, range) else value.take(rows, empty)
+    if is_sequence(value):
         if isinstance(rows, range):
             return value[rows.start : rows.stop]
         picked = [value[row] for row in rows]
         return picked if isinstance(value, list) else tuple(picked)
-    if _is_array(value) and len(value.shape):
+    if is_array(value) and len(value.shape):
         if isinstance(rows, range):
             return value[rows.start : rows.stop]
-        return value[list(rows)] if rows else value[:0]
+        if not rows or empty is None or type(value).__name__ != "ndarray":
+            return value[list(rows)] if rows else value[:0]
+        made = empty((len(rows), *value.shape[1:]), value.dtype)
+        return value.take(rows, 0, made, "clip")  # "raise" would copy twice
     if isinstance(value, dict):
-        return {key: take(entry, rows) for key, entry in value.items()}
-    return value
+        return {key: take(entry, rows, empty, other) for key, entry in value.items()}
+    return other(value)
 
 
 def join(parts: Sequence[Any]) -> Any:
@@ -101,13 +132,13 @@ def _join(parts: Sequence[Any], path: str) -> Any:
     first = parts[0]
     if len(parts) == 1:
         return first
-    if any(type(part) is not type(first) for part in parts) and not all(map(_is_array, parts)):
+    if any(type(part) is not type(first) for part in parts) and not all(map(is_array, parts)):
         names = ", ".join(sorted({type(part).__name__ for part in parts}))
         msg = f"parts of different types{path}: {names}"
         raise ValueError(msg)
     if isinstance(first, Ragged):
         return _join_ragged(parts, path)
-    if _is_sequence(first):
+    if is_sequence(first):
         joined = [item for part in parts for item in part]
         return joined if isinstance(first, list) else tuple(joined)
     if isinstance(first, dict):
@@ -115,7 +146,7 @@ def _join(parts: Sequence[Any], path: str) -> Any:
             msg = f"parts with different keys{path}"
             raise ValueError(msg)
         return {key: _join([part[key] for part in parts], f"{path or ' in '}[{key!r}]") for key in first}
-    if not _is_array(first) or not len(first.shape):
+    if not is_array(first) or not len(first.shape):
         return first
     if len({tuple(part.shape[1:]) for part in parts}) > 1:
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
@@ -146,13 +177,13 @@ def describe(value: Any) -> str:
 
 
 def _describe(value: Any, depth: int) -> str:
-    if _is_array(value):
+    if is_array(value):
         return f"{str(value.dtype).removeprefix('torch.')} {list(map(int, value.shape))}"
     if isinstance(value, Ragged):
         return f"ragged {str(value.values.dtype).removeprefix('torch.')} [{len(value)} x ..]"
     if isinstance(value, dict) and depth and len(value) <= 16:
         return f"dict({', '.join(f'{key} {_describe(entry, depth - 1)}' for key, entry in value.items())})"
-    if _is_sequence(value) or isinstance(value, dict | set | frozenset):
+    if is_sequence(value) or isinstance(value, dict | set | frozenset):
         return f"{type(value).__name__} of {len(value)}"
     return type(value).__name__
 
