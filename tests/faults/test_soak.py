@@ -16,12 +16,13 @@ pytestmark = pytest.mark.alone
 ZEROS = ("duplicates", "lost", "hangs", "orphans", "leaks", "untrue", "disorder")
 
 
-def soak(directory: Path, seconds: int, seed: int) -> dict:
+def soak(directory: Path, seconds: int, seed: int, *options: str) -> dict:
     """Run a soak in a process of its own and return its figures."""
     ran = subprocess.run(
         [
             *(sys.executable, "-m", "zbus.testing.chaos", "--json"),
             *("--seconds", str(seconds), "--seed", str(seed), "--directory", str(directory / "soak")),
+            *options,
         ],
         capture_output=True,
         text=True,
@@ -41,6 +42,18 @@ def test_a_few_seconds_of_chaos_break_no_promise(tmp_path, short_dir, monkeypatc
     assert {name: figures[name] for name in ZEROS} == dict.fromkeys(ZEROS, 0)
     assert figures["faults"] == figures["planned"] >= 8
     assert figures["calls"] > 200
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(300)
+def test_chaos_among_hosts_that_share_no_memory_breaks_no_promise(tmp_path, short_dir, monkeypatch):
+    """Large arrays and kept values are pulled over tcp while ranks die, stop and are cut off: every sum is right."""
+    monkeypatch.setenv("ZBUS_RUNTIME_DIR", str(short_dir))
+    figures = soak(tmp_path, 30, 5, "--far")
+    assert {name: figures[name] for name in ZEROS} == dict.fromkeys(ZEROS, 0)
+    assert figures["faults"] == figures["planned"] >= 30
+    assert figures["kills"] >= 1
+    assert figures["calls"] > 1000
 
 
 @pytest.mark.ci

@@ -21,11 +21,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to call and harm (default 60)")
     parser.add_argument("--seed", type=int, default=0, help="seed of faults and workload (default 0)")
     parser.add_argument("--workers", type=int, default=4, help="ranks of the trial (default 4)")
+    parser.add_argument("--far", action="store_true", help="no shared memory, and tcp: as on hosts of their own")
     parser.add_argument("--directory", type=Path, help="keep trial, history and logs there")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.ERROR, format="%(asctime)s %(name)s %(message)s")
-    report = run_soak(options.seconds, options.seed, workers=options.workers, directory=options.directory)
+    report = run_soak(
+        options.seconds, options.seed, workers=options.workers, far=options.far, directory=options.directory
+    )
     print(json.dumps(report.as_json(), indent=1) if options.json else _text(report))  # noqa: T201
     return int(bool(report.failures))
 

@@ -14,10 +14,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from controller import Controller
 from controller.futures import BatchFuture
 from controller.group import Group
-from zbus.errors import CallError, ZbusError
+from zbus.errors import CallError, RefLostError, ZbusError
 from zbus.testing.chaos.history import Answer, History, Op
+from zbus.testing.chaos.keeping import Keeping
 from zbus.testing.chaos.subject import Payload, sum_of
 
 __all__ = ["GRACE_S", "Load"]
@@ -142,13 +144,17 @@ class _Caller:
 class _ThreadCaller(_Caller):
     """Calls that block."""
 
+    def __init__(self, name: str, bus: Controller, group: Group, history: History, seed: str) -> None:
+        super().__init__(name, group, history, seed)
+        self._keeping = Keeping(bus, group, self.chance, self.take, _DEADLINE_S)
+
     def step(self) -> None:
         """Make one call, or a few that belong together."""
         steps = (
             *(self.blocking, self.single, self.pipeline, self.everyone, self.batch),
-            *(self.any, self.stream, self.cancel, self.late, self.kept),
+            *(self.any, self.stream, self.cancel, self.late, self.chance.choice(self._keeping.steps)),
         )
-        self.chance.choices(steps, (3, 2, 2, 3, 2, 3, 1, 1, 1, 1))[0]()
+        self.chance.choices(steps, (3, 2, 2, 3, 2, 3, 1, 1, 1, 3))[0]()
 
     def blocking(self) -> None:
         """One rank, by a plain call that waits: its outcome is its value or its error."""
@@ -263,22 +269,17 @@ class _ThreadCaller(_Caller):
         for op, future in out:
             self.settle(op, future, sum_of(b""))
 
-    def kept(self) -> None:
-        """A payload that one rank keeps and another takes from it; either may die, and then the call did not start."""
-        size = self.chance.choice((1000, 100_000, _BIG))
-        payload = np.frombuffer(self._data[:size], np.uint8)
-        try:
-            ref = self.group[self.rank()].keep.options(deadline=_DEADLINE_S)(payload)
-        except CallError:  # its rank is gone: nothing is kept
-            return
-        op, rank = self.op("kept", "once", ordered=True), self.rank()
+    def take(self, rank: int, given: Any, value: Any) -> None:
+        """Give a rank what others keep: whoever kept it may have died, and then the call did not start."""
+        op = self.op("kept", "once", ordered=True)
         method = self.group[rank].once.options(deadline=_DEADLINE_S)
         try:
-            value = method(op.call, self.seconds(), ref)
-        except CallError as error:
-            op.answers = [Answer(rank, error.outcome or "", f"{error.reason}: {error}")]
+            found = method(op.call, self.seconds(), given)
+        except (CallError, RefLostError) as error:
+            outcome, reason = getattr(error, "outcome", ""), getattr(error, "reason", "lost")
+            op.answers = [Answer(rank, outcome or "", f"{reason}: {error}")]
         else:
-            op.answers = [Answer(rank, "OK", right=value == sum_of(payload))]
+            op.answers = [Answer(rank, "OK", right=found == sum_of(value))]
         self.write(op)
 
     def late(self) -> None:
@@ -326,13 +327,14 @@ class Load:
     """All callers. ``start`` them, ``stop`` them; ``errors`` holds what a caller died of, which must be nothing.
 
     Args:
+        bus: Whose callers they are.
         group: The role of subjects.
         history: Where they write.
         seed: Of their choices.
         threads: Callers that block; one more awaits.
     """
 
-    def __init__(self, group: Group, history: History, seed: int, *, threads: int = 5) -> None:
+    def __init__(self, bus: Controller, group: Group, history: History, seed: int, *, threads: int = 5) -> None:
         self.errors: list[str] = []
         self._stop = threading.Event()
         self._threads = [
@@ -340,7 +342,7 @@ class Load:
             for number, job in enumerate(
                 [
                     *(
-                        self._blocking(_ThreadCaller(f"t{number}", group, history, f"{seed}.t{number}"))
+                        self._blocking(_ThreadCaller(f"t{number}", bus, group, history, f"{seed}.t{number}"))
                         for number in range(threads)
                     ),
                     self._awaiting(_LoopCaller("a0", group, history, f"{seed}.a0")),

@@ -27,6 +27,7 @@ from zbus.registry.file import FileRegistry
 from zbus.registry.records import Records
 from zbus.testing.chaos.checker import Findings, check
 from zbus.testing.chaos.history import History, read_history
+from zbus.testing.chaos.keeping import held
 from zbus.testing.chaos.load import GRACE_S, Load
 from zbus.testing.chaos.memory import Memory
 from zbus.testing.chaos.nemesis import Nemesis, plan
@@ -125,13 +126,16 @@ class Report:
         }
 
 
-def run_soak(seconds: float, seed: int = 0, *, workers: int = 4, directory: Path | None = None) -> Report:
+def run_soak(
+    seconds: float, seed: int = 0, *, workers: int = 4, far: bool = False, directory: Path | None = None
+) -> Report:
     """Run the soak and check it. Call on the main thread of a process of its own.
 
     Args:
         seconds: How long the callers call; starting, settling and checking come on top, some 10 s.
         seed: Of faults and workload. When a fault meets which call differs from run to run.
         workers: Ranks of the trial.
+        far: No process shares memory with another, and all speak tcp, as on hosts of their own.
         directory: Where trial, history, ground truth and fault log go; a temporary one, removed if all is well.
     """
     made = Path(tempfile.mkdtemp(prefix="zbus-soak-")) if directory is None else directory
@@ -141,7 +145,7 @@ def run_soak(seconds: float, seed: int = 0, *, workers: int = 4, directory: Path
     report = Report(seed=seed, seconds=seconds, planned=len(faults), directory=str(made))
     before = _Belongings.now()
     with _logged(made / "controller.log"), History(made / "history.jsonl") as history:
-        _run(report, made, history, faults, seconds, seed, workers)
+        _run(report, made, history, faults, seconds, _config(seed, far=far), seed, workers)
         report.calls = history.calls
     report.leaks += before.missing_now()
     report.orphans += _orphans(made)
@@ -172,7 +176,14 @@ def _logged(path: Path) -> Iterator[None]:
 
 
 def _run(
-    report: Report, made: Path, history: History, faults: list[Any], seconds: float, seed: int, workers: int
+    report: Report,
+    made: Path,
+    history: History,
+    faults: list[Any],
+    seconds: float,
+    config: Config,
+    seed: int,
+    workers: int,
 ) -> None:
     role = Role(
         _ENGINE,
@@ -183,9 +194,7 @@ def _run(
         restart_window_s=1.0,
     )
     with FaultProxy(seed) as proxy, between(proxy, timing=quick(_PROBE_MS)):
-        bus = Controller.launch(
-            "soak", {_ROLE: role}, root=made, trial="run", startup_timeout=60.0, config=_config(seed)
-        )
+        bus = Controller.launch("soak", {_ROLE: role}, root=made, trial="run", startup_timeout=60.0, config=config)
         runtime, nemesis = "", None
         try:
             records = Records(FileRegistry(bus.trial.registry, create=False))
@@ -203,7 +212,7 @@ def _run(
             )
             agents = [(f"agent {agent.role}", agent.pid) for agent in records.agents(_ROLE)]
             memory = Memory(max(1.0, seconds / 60), lambda: agents)
-            load = Load(group, history, seed)
+            load = Load(bus, group, history, seed)
             load.start()
             nemesis.start()
             time.sleep(seconds / 3)
@@ -217,6 +226,8 @@ def _run(
             report.injected, report.kills = nemesis.injected, nemesis.kills
             report.messages = dict(proxy.counters)
             report.problems += _recovered(group)
+            del load  # and with it what its callers hold
+            report.leaks += _still_held(bus)
             ends = records.exits(_ROLE)
             report.restarts = len(ends)
             report.problems += [
@@ -233,10 +244,13 @@ def _run(
         report.leaks.append(f"socket directory {runtime}: {sorted(p.name for p in Path(runtime).iterdir())}")
 
 
-def _config(seed: int) -> Config:
+def _config(seed: int, *, far: bool) -> Config:
     """Return the config of a run: every second one is traced, through a sidecar."""
     config = Config()
     traced = _traced(seed)
+    if far:
+        scheduler = replace(config.scheduler, transport="tcp")
+        config = replace(config, scheduler=scheduler, data=replace(config.data, shared_memory=0))
     return replace(config, trace=replace(config.trace, level="rpc" if traced else "off", sidecar=traced))
 
 
@@ -260,6 +274,14 @@ def _recovered(group: Any) -> list[str]:
             told = str(error)
         time.sleep(0.05)
     return [f"not recovered {_RECOVERY_S:g} s after the last fault: {told}"]
+
+
+def _still_held(bus: Controller) -> list[str]:
+    """Return who keeps values though nobody holds any, after the time that takes."""
+    until = time.monotonic() + _SETTLE_S
+    while (told := held(bus)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return told
 
 
 def _warm_up(root: Path) -> None:
