@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any, ClassVar
 
 import torch
@@ -58,6 +60,13 @@ def picky(model: Any, batch: Any, scale: float = 1.0) -> Any:
     if (batch["input_ids"] == 11).any():
         stats["eleven"] = weight * 1.0
     return loss * scale, weight, stats
+
+
+def deadly(model: Any, batch: Any) -> Any:
+    """As ``sft``, but kill the process that has a row beginning with token 12."""
+    if (batch["input_ids"][:, 0] == 12).any():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sft(model, batch)
 
 
 def endless(model: Any, batch: Any) -> Any:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -16,11 +14,11 @@ from controller.train import TrainController  # noqa: E402  # after torch is kno
 from launching import launch  # noqa: E402
 from train_kit import batch, role  # noqa: E402
 from train_models import Tiny  # noqa: E402
-from waiting import scaled, wait_until  # noqa: E402
+from waiting import scaled  # noqa: E402
 from workers.engines.losses import sft  # noqa: E402
 from workers.engines.train.settings import Settings  # noqa: E402
 from workers.engines.train.trainer import Trainer  # noqa: E402
-from zbus.errors import BatchError, StartupError, ZbusError  # noqa: E402
+from zbus.errors import BatchError, StartupError, WorkerLost, ZbusError  # noqa: E402
 from zbus.rl.steps import merge_reports  # noqa: E402
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(scaled(120))]
@@ -205,20 +203,41 @@ def test_names_that_the_role_does_not_declare_are_refused_with_a_near_one(train)
         train.forward_batch(batch(1), "values")
 
 
-def test_a_killed_rank_ends_calls_at_once_and_the_rest_leave_in_order(tmp_path):
-    """After SIGKILL of a rank calls are refused, not hung; destroy names it and visits the other (B43)."""
-    with launch(tmp_path, {"actor": role(kwargs=KWARGS)}) as bus:
+def test_a_rank_killed_in_a_step_is_named_and_the_rest_leave_in_order(tmp_path):
+    """SIGKILL inside a step: the lost rank is the root, nobody hangs, destroy visits the other and names it (B43)."""
+    with launch(tmp_path, {"actor": role(kwargs={**KWARGS, "losses": {"deadly": "train_models:deadly"}})}) as bus:
         train = TrainController(bus)
         train.initialize()
-        pids = [one["pid"] for one in sorted(bus.statuses().values(), key=lambda one: one["rank"])]
-        os.kill(pids[1], signal.SIGKILL)
-        wait_until(lambda: not train.group[1].ready, what="the loss of rank 1")
-        with pytest.raises((ZbusError, BatchError)) as caught:
+        began = time.monotonic()
+        with pytest.raises((BatchError, WorkerLost)) as caught:
+            train.train_batch(batch(1, 4, first=12), "deadly")
+        assert time.monotonic() - began < scaled(20)
+        root = caught.value.root if isinstance(caught.value, BatchError) else caught.value
+        assert isinstance(root, WorkerLost)
+        lost = root.rank
+        with pytest.raises((ZbusError, BatchError), match=rf"actor/{lost} died"):
             train.train_batch(batch(1))
-        assert "1" in str(caught.value)
-        assert list(train.destroy()) == [1]
-        with pytest.raises(StartupError, match="actor/1 not ready within"):
+        assert list(train.destroy()) == [lost]
+        with pytest.raises(StartupError, match=f"actor/{lost} not ready within"):
             train.initialize(ready=0.2)
+
+
+@pytest.mark.ci
+def test_a_role_that_restarts_goes_on_from_its_checkpoint(tmp_path):
+    """Where all ranks restart after a death, initialize and load bring training back to the step that was saved."""
+    own = role(restart="all", kwargs={**KWARGS, "losses": {"deadly": "train_models:deadly"}})
+    with launch(tmp_path, {"actor": own}) as bus:
+        train = TrainController(bus)
+        train.initialize()
+        losses_of(train, range(3))
+        train.save(tmp_path / "three")
+        went_on = losses_of(train, range(3, 6))
+        with pytest.raises((BatchError, WorkerLost)):
+            train.train_batch(batch(1, 4, first=12), "deadly")
+        bus.restart("actor")
+        train.initialize()
+        assert train.load(tmp_path / "three")["steps"] == 3
+        assert losses_of(train, range(3, 6)) == went_on
 
 
 def test_a_subclass_brings_what_it_trains(tmp_path):

@@ -24,6 +24,7 @@ from workers.engines.train.rows import Rows
 from workers.engines.train.settings import Settings
 from zbus.errors import ConfigError
 from zbus.rl.steps import part
+from zbus.trace import span
 
 __all__ = ["Trainer", "memory", "seed_all"]
 
@@ -129,7 +130,8 @@ class Trainer:
             for number, (rows, counts) in enumerate(passes):
                 with self._replica.portion(last=number == len(passes) - 1):
                     total = self._forward(loss, name, rows, sums, counts=counts)
-                    total.backward()
+                    with span("backward", category="compute", loss=name):
+                        total.backward()
         except BaseException:
             self.zero_grad()
             raise
@@ -194,7 +196,8 @@ class Trainer:
                 return {**report, "skipped": part("max", 1)}
             msg = f"the gradient of loss {name!r} is not finite (norm {norm}), so no step was taken"
             raise FloatingPointError(msg)
-        self.optimizer.step()
+        with span("optimizer", category="compute"):
+            self.optimizer.step()
         self.zero_grad()
         self.steps += 1
         return {**report, "skipped": part("max", 0)} if self.settings.nonfinite == "skip" else report
@@ -271,7 +274,9 @@ class Trainer:
     def _forward(self, loss: Loss, name: str, rows: dict[str, Any], sums: _Sums, *, counts: bool) -> Tensor:
         """Run a loss forward; all ranks learn whether it failed anywhere before any goes back, so none waits for it."""
         try:
-            total, weight, extra = _read(self._replica.run(loss, rows), name)
+            with span("forward", category="compute", loss=name):
+                answer = self._replica.run(loss, rows)
+            total, weight, extra = _read(answer, name)
         except Exception:
             self._peers.sum(0.0, 1.0)
             raise
