@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from zbus.codec.decoder import decode
 from zbus.codec.encoder import encode
 from zbus.codec.limits import Limits
-from zbus.errors import CodecError, RemoteError
+from zbus.errors import CodecError, RemoteError, ZbusError
 
 __all__ = ["describe_exception", "rebuild_exception", "register_exception"]
 
@@ -92,7 +92,8 @@ def describe_exception(exc: BaseException, *, limit: int = 65_536) -> dict[str, 
 
     Keys: ``type``, ``module``, ``builtin`` (nearest builtin class that can be rebuilt, or ``""``), ``tag``,
     ``message``, ``args`` and ``attrs`` (encoded apart, or None), ``notes``, ``traceback`` (text, with causes),
-    ``frames`` (``[file, line, function]``), ``os``, ``name``, ``cause``, ``context``, ``members``.
+    ``frames`` (``[file, line, function]``), ``os``, ``name``, ``hint`` (of an error of zbus's own), ``cause``,
+    ``context``, ``members``.
 
     Args:
         exc: Any exception, ``SystemExit`` and its like included.
@@ -141,6 +142,8 @@ def _describe(exc: BaseException, text: int, above: frozenset[int]) -> dict[str,
         described["os"] = _guard(lambda: _packed((exc.errno, exc.strerror, exc.filename, exc.filename2)), None)
     if isinstance(exc, (ImportError, NameError, AttributeError)):
         described["name"] = _guard(lambda: _text(exc.name, 200) if isinstance(exc.name, str) else None, None)
+    if isinstance(exc, ZbusError) and exc.hint:
+        described["hint"] = _guard(lambda: _text(exc.hint, text // 8), "")
     _describe_related(exc, described, text, above)
     return described
 
@@ -302,6 +305,8 @@ def _rebuild(desc: Mapping[str, Any], where: Mapping[str, Any], depth: int) -> R
         message += f" (raised by {where['method'] or 'a call'} in {_worker(where)})"
     fields = RemoteError(message, **where, outcome="APP_ERROR", reason="exception").__dict__
     fields |= {"remote_type": kind, "remote_module": _str(desc, "module"), "remote_message": text}
+    if _str(desc, "hint"):
+        fields["hint"] = _str(desc, "hint")
     error = _construct(desc, fields, text, where, depth)
     notes = desc.get("notes")
     for note in notes if isinstance(notes, list) else ():

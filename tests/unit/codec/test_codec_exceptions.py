@@ -10,7 +10,7 @@ import urllib.error
 import pytest
 
 from zbus.codec import decode, describe_exception, encode, exceptions, rebuild_exception, register_exception
-from zbus.errors import BatchError, CallError, CodecError, RemoteError, WorkerLost, ZbusError
+from zbus.errors import BatchError, CallError, CodecError, ConfigError, RemoteError, WorkerLost, ZbusError
 
 WHERE = {"role": "actor", "rank": 3, "host": "node7", "pid": 412, "method": "train", "attempts": 2}
 
@@ -278,6 +278,13 @@ def test_errors_of_zbus_raised_in_an_engine_arrive():
     batch = _across(BatchError("2 failed", [ValueError("a"), KeyError("b")], {0: 1}))
     assert isinstance(batch, ExceptionGroup)
     assert isinstance(back, ZbusError)
+
+
+def test_the_hint_of_an_error_of_zbus_arrives_with_it():
+    """What to do about an error that an engine of ours raised is told on the controller, too."""
+    back = _across(ConfigError("no such loss", hint="name it in the role's kwargs"))
+    assert (back.remote_type, back.hint) == ("ConfigError", "name it in the role's kwargs")
+    assert _across(ConfigError("no such loss")).hint is None
 
 
 class _Hostile(Exception):  # named for what it does

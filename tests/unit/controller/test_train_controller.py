@@ -239,6 +239,14 @@ def test_statistics_of_ranks_and_controller_are_one_table(make):
     assert "train_batch/sft/loss" not in train.export_stats()
 
 
+def test_columns_of_different_length_are_refused_before_anything_is_sent(make):
+    """A longer second column is not cut and a shorter one no IndexError: the error names both (B57)."""
+    train = make()
+    with pytest.raises(ConfigError, match=r"`batch\['x'\]` has 3, `batch\['y'\]` has 4"):
+        train.train_batch({"x": np.arange(3), "y": np.arange(4)})
+    assert train.group.said() == [[], [], []]
+
+
 def test_an_engine_of_another_declaration_is_called_as_it_declares(make):
     """A role with its own train_batch keeps its arguments (B57)."""
     train = make(engine=Odd, replicas=1)
