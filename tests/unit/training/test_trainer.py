@@ -100,6 +100,9 @@ def test_a_batch_that_weighs_nothing_is_refused():
         (lambda total: (total[None].expand(3), 1, {}), r"a loss of shape \(3,\)"),
         (lambda total: (total, -1, {}), "the weight -1"),
         (lambda total: (total, math.nan, {}), "the weight nan"),
+        (lambda total: (total, 1, {"x": ("median", 1)}), "loss 'mine' reports 'x' as tuple, .* 'median'"),
+        (lambda total: (total, 1, {"x": torch.ones(3)}), "loss 'mine' reports 'x' as Tensor"),
+        (lambda total: (total, 1, {"x": None}), "loss 'mine' reports 'x' as NoneType"),
     ],
 )
 def test_a_loss_that_returns_something_else_is_named(returned, message):

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ __all__ = ["Trainer", "memory", "seed_all"]
 Loss = Callable[[nn.Module, Mapping[str, Any]], Any]
 Output = Callable[[nn.Module, Mapping[str, Any]], Any]
 
+_Stat = tuple[str, float, float | None]
+"""How a number of a loss is merged, the number, and its weight; None: the weight of the rows."""
+
 
 @dataclass
 class _Sums:
@@ -46,6 +49,14 @@ class _Sums:
             for name, (reduce, value, weight) in self.extra.items()
         }
         return {**extra, "loss": part("mean", self.loss, self.weight), "weight": part("sum", self.weight)}
+
+
+class _Passes(NamedTuple):
+    """A batch on its way through the model: its rows, those of each portion, and tensors that count or do not."""
+
+    rows: Rows
+    portions: list[list[int]]
+    todo: list[tuple[dict[str, Any], bool]]
 
 
 class Trainer:
@@ -84,8 +95,6 @@ class Trainer:
         self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.steps = 0
         self.position = 0
-        self._portions: list[list[int]] = []
-        self._rows = Rows({"none": ()})
         self._weight = 0.0  # of all ranks' rows whose gradients are there
         self._set_rate()
         seed_all(settings.seed * 1_000_003 + 1 + self.place.dp)
@@ -126,7 +135,7 @@ class Trainer:
         sums = _Sums()
         self.model.train()
         try:
-            passes = self._passes(batch, name, groups, equally=True)
+            passes = self._passes(batch, name, groups, equally=True).todo
             for number, (rows, counts) in enumerate(passes):
                 with self._replica.portion(last=number == len(passes) - 1):
                     total = self._forward(loss, name, rows, sums, counts=counts)
@@ -148,7 +157,7 @@ class Trainer:
         """
         sums = _Sums()
         self.model.eval()
-        for rows, counts in self._passes(batch, name, groups, equally=self._replica.in_parts):
+        for rows, counts in self._passes(batch, name, groups, equally=self._replica.in_parts).todo:
             found = _read(self._replica.look(loss, rows), name)
             if counts:
                 _add(sums, *found)
@@ -165,9 +174,9 @@ class Trainer:
         """
         self.model.eval()
         passes = self._passes(batch, name, None, equally=self._replica.in_parts, filled=True)
-        answers = [(self._replica.look(output, rows), counts) for rows, counts in passes]
+        answers = [(self._replica.look(output, rows), counts) for rows, counts in passes.todo]
         found = [answer for answer, counts in answers if counts]
-        return joined(self._rows, list(zip(self._portions, found, strict=True)), name)
+        return joined(passes.rows, list(zip(passes.portions, found, strict=True)), name)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -234,16 +243,16 @@ class Trainer:
 
     def _passes(
         self, batch: Any, name: str, groups: int | str | None, *, equally: bool, filled: bool = False
-    ) -> list[tuple[dict[str, Any], bool]]:
+    ) -> _Passes:
         """Return what goes through the model one after the other, and whether it counts.
 
         With ``equally`` every rank gets as many passes: a rank that has fewer runs a row that counts nothing, its own
         or, without any, one that another rank lends. ``filled``: rows that only fill up count too.
         """
         try:
-            rows = self._rows = Rows(batch, filled=filled)
-            self._portions = rows.portions(self.settings.micro_rows, self.settings.micro_tokens, groups)
-            own = [(rows.tensors(portion, self.place.device), True) for portion in self._portions]
+            rows = Rows(batch, filled=filled)
+            portions = rows.portions(self.settings.micro_rows, self.settings.micro_tokens, groups)
+            own = [(rows.tensors(portion, self.place.device), True) for portion in portions]
         except Exception:
             self._peers.gather(0, 0, 1)  # the others leave too: none waits for this one
             raise
@@ -255,13 +264,13 @@ class Trainer:
             msg = f"no rank has a row of this batch for {name!r}"
             raise ConfigError(msg, hint="pass at least one row")
         if not equally:
-            return own
+            return _Passes(rows, portions, own)
         lent = self._lent(rows, [count for count, _, _ in told])
         most = max(passes for _, passes, _ in told)
-        if len(own) == most:
-            return own
-        spare = rows.tensors([0], self.place.device) if rows.count else lent
-        return own + [(spare, False)] * (most - len(own))
+        if len(own) < most:
+            spare = rows.tensors([0], self.place.device) if rows.count else lent
+            own += [(spare, False)] * (most - len(own))
+        return _Passes(rows, portions, own)
 
     def _lent(self, rows: Rows, counts: Sequence[int]) -> dict[str, Any]:
         """Have the first rank with rows lend one, if some rank has none; return it as tensors."""
@@ -319,12 +328,12 @@ def _adamw(parameters: Sequence[nn.Parameter], settings: Settings, place: Place)
     )  # fmt: skip
 
 
-def _read(answer: Any, name: str) -> tuple[Tensor, float, Mapping[str, Any]]:
+def _read(answer: Any, name: str) -> tuple[Tensor, float, Mapping[str, _Stat]]:
     if not isinstance(answer, tuple) or len(answer) != 3 or not isinstance(answer[0], Tensor):
         told = f"a tuple of {len(answer)}" if isinstance(answer, tuple) else f"a {type(answer).__name__}"
         msg = f"loss {name!r} returned {told}, not (loss_sum, weight, stats)"
         raise TypeError(msg)
-    total, weight, stats = answer
+    total, weight, told = answer
     if total.numel() != 1:
         msg = f"loss {name!r} returned a loss of shape {tuple(total.shape)}; it is one sum over all rows"
         raise TypeError(msg)
@@ -332,14 +341,13 @@ def _read(answer: Any, name: str) -> tuple[Tensor, float, Mapping[str, Any]]:
     if not 0 <= number < math.inf:
         msg = f"loss {name!r} returned the weight {number}, which is no number from 0 on"
         raise ValueError(msg)
-    return total, number, stats
+    return total, number, {key: _stat(key, value, name) for key, value in told.items()}
 
 
-def _add(sums: _Sums, total: Tensor, weight: float, stats: Mapping[str, Any]) -> None:
+def _add(sums: _Sums, total: Tensor, weight: float, stats: Mapping[str, _Stat]) -> None:
     sums.loss += float(total.detach())
     sums.weight += weight
-    for key, value in stats.items():
-        reduce, number, own = _stat(value)
+    for key, (reduce, number, own) in stats.items():
         if key not in sums.extra:
             sums.extra[key] = [reduce, number, own]
             continue
@@ -351,9 +359,17 @@ def _add(sums: _Sums, total: Tensor, weight: float, stats: Mapping[str, Any]) ->
             known[2] = None if own is None else known[2] + own
 
 
-def _stat(value: Any) -> tuple[str, float, float | None]:
+def _stat(key: str, value: Any, name: str) -> _Stat:
     """Read what a loss reports: a sum to be divided by the weight, or how it is to be merged and what."""
-    if not isinstance(value, tuple):
-        return "mean", float(value), None
-    reduce, number, *weight = value
-    return str(reduce), float(number), float(weight[0]) if weight else 1.0 if reduce != "mean" else None
+    try:
+        if not isinstance(value, tuple):
+            return "mean", float(value), None
+        reduce, number, *weight = value
+        counted = float(weight[0]) if weight else 1.0
+        part(reduce, float(number), counted)
+        return str(reduce), float(number), None if reduce == "mean" and not weight else counted
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several numbers
+        msg = (
+            f"loss {name!r} reports {key!r} as {type(value).__name__}, which is no number or way to merge one: {error}"
+        )
+        raise TypeError(msg) from error
