@@ -16,6 +16,7 @@ from waiting import wait_until
 from workers.engines.weights import Publisher, PublishesWeights, Receiver, ReceivesWeights
 from workers.engines.weights.tensors import State, tensors_of
 from zbus.engine import Everywhere, PerRank
+from zbus.errors import ConfigError
 from zbus.rl import RolloutEngine, TrainEngine
 from zbus.rl.rollout_engine import PauseMode
 from zbus.rl.weights import TensorInfo
@@ -44,6 +45,9 @@ class Trouble:
         what = self.what.get(point)
         if what == "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "refuse":
+            msg = f"told to refuse at {point}"
+            raise ConfigError(msg)
         elif what == "fail":
             msg = f"told to fail at {point}"
             raise RuntimeError(msg)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from controller.futures import BatchFuture
 from controller.group import Group
-from controller.weights.fan import NOW, Answers, ask
+from controller.weights.fan import NOW, Answers, ask, tell
 from zbus.errors import BatchError, CallTimeout, Fenced, ZbusError
 
 __all__ = ["Broadcast"]
-
-log = logging.getLogger("zbus.weights")
 
 _LONGER_S: Final = 2.0
 """How much longer a call may take than the torch group in it, whose own error says more."""
@@ -23,7 +20,7 @@ _LONGER_S: Final = 2.0
 _ECHO_S: Final = 1.0
 """How long one side is waited for when the other has failed, before the connections are closed under it."""
 
-_LEAVE_S: Final = 10.0
+_LEAVE_S: Final = 60.0
 
 Failure = ZbusError | BatchError
 
@@ -115,10 +112,7 @@ class Broadcast:
         wait = self._train.placer.wait
         wait(lambda: _trouble(received) or _trouble(sent) or (received.done() and sent.done()), deadline)
         if not wait(lambda: received.done() and sent.done(), _ECHO_S):
-            # Who has ended hangs up, which ends the waiting of the others.
-            if sent.done():
-                self._hang_up(self._train, [0])
-            self._hang_up(self._rollout, [one.rank for one in received.outcomes() if one.outcome is not None])
+            self._end(received, sent)
         answers = Answers({}, {})
         for one in received.as_completed():
             (answers.errors if one.failed else answers.values)[one.rank] = one.value
@@ -126,6 +120,20 @@ class Broadcast:
         if error is not None or answers.errors:
             self.leave()
         return answers, error
+
+    def _end(self, received: BatchFuture[Any], sent: BatchFuture[Any]) -> None:
+        """Have all who have ended hang up: that ends the waiting of their neighbours, who then hang up in turn."""
+        gone: set[int] = set()
+        while True:
+            told = sent.done()
+            ended = {one.rank for one in received.outcomes() if one.outcome is not None}
+            self._hang_up(self._rollout, sorted(ended - gone))
+            if told:
+                self._hang_up(self._train, [0])
+            if told and received.done():
+                return
+            gone = ended
+            self._train.placer.wait(lambda: _ended(received) > len(gone) or sent.done() is not told, None)  # noqa: B023  # waited for here
 
     def leave(self) -> None:
         """Have all that are there leave; who is gone has left. Raises for no rank."""
@@ -135,9 +143,11 @@ class Broadcast:
         self._name, self._members = "", {}
 
     def _hang_up(self, group: Group, ranks: Sequence[int] | Mapping[int, int]) -> None:
-        answers = ask(group, ranks, "leave_weights_group", (self._name,), _LEAVE_S)
-        for rank, why in answers.missing.items():
-            log.info("%s/%d has not left the weights group %s: %s", group.role, rank, self._name, why)
+        tell(group, ranks, "leave_weights_group", (self._name,), _LEAVE_S)
+
+
+def _ended(future: BatchFuture[Any]) -> int:
+    return sum(one.outcome is not None for one in future.outcomes())
 
 
 def _trouble(future: BatchFuture[Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -10,7 +11,9 @@ from controller.group import Group
 from zbus.errors import BatchError, CallError, Fenced, ZbusError
 from zbus.retry import RetryPolicy
 
-__all__ = ["NOW", "Answers", "ask", "here", "ranks_of", "reason"]
+__all__ = ["NOW", "Answers", "ask", "here", "ranks_of", "reason", "tell"]
+
+log = logging.getLogger("zbus.weights")
 
 NOW: Final = RetryPolicy(attempts=1, budget_s=0.0)
 """A rank that comes back is another one: no call of an update waits for it, and none is made twice."""
@@ -81,6 +84,21 @@ def ask(
         except (ZbusError, BatchError) as error:
             answers.errors[rank] = error
     return answers
+
+
+def tell(group: Group, ranks: Iterable[int], method: str, args: Sequence[Any], limit_s: float) -> None:
+    """Call an endpoint of each rank and wait for none: its later calls come after this one anyway.
+
+    Raises:
+        Fenced: Another controller has taken over.
+    """
+    for rank in ranks:
+        try:
+            getattr(group[rank].options(deadline=limit_s, retries=NOW), method).submit(*args)
+        except Fenced:
+            raise
+        except ZbusError as error:
+            log.info("%s/%d was not told to `%s`: %s", group.role, rank, method, reason(error))
 
 
 def ranks_of(role: str, missing: Mapping[int, str]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from controller.group import Group
 from controller.weights.broadcast import Broadcast
 from controller.weights.chain import Chain, Piece
-from controller.weights.fan import NOW, Answers, ask, here, ranks_of, reason
+from controller.weights.fan import NOW, Answers, ask, here, ranks_of, reason, tell
 from controller.weights.options import Limits, Listener, Way
 from controller.weights.standing import Standings
 from zbus.errors import BatchError, ConfigError, Fenced, WeightsError, ZbusError
@@ -112,7 +112,7 @@ class Operations:
             self._left(dict.fromkeys(torn, ""), "it refused to resume, its weights are torn")
             unknown = [rank for rank in ranks if rank not in known or rank in torn]
             there = here(self.rollout)
-            ask(self.rollout, [rank for rank in unknown if rank in there], "abort", (), self.limits.resume)
+            tell(self.rollout, [rank for rank in unknown if rank in there], "abort", (), self.limits.resume)
 
     # -- publishing ----------------------------------------------------------------------------------------------------
 
@@ -213,8 +213,9 @@ class Operations:
             if error is not None:
                 log.warning("the broadcast of version %d failed: %s", chain.version, reason(error))
         there = self.look()
-        rest = [rank for rank in ranks if rank in there and not self.standings.has(rank, chain.version)]
-        gone = {rank: "" for rank in ranks if rank not in there}
+        same = [rank for rank, incarnation in ranks.items() if there.get(rank) == incarnation]
+        rest = [rank for rank in same if not self.standings.has(rank, chain.version)]
+        gone = {rank: "" for rank in ranks if rank not in same}
         self._left(gone, "it went during the update")
         if rest:
             self.hand_over(rest)
@@ -241,7 +242,7 @@ class Operations:
             else:
                 self.standings.updated(rank, incarnation, chain.version)
                 if self._listener is not None:
-                    self._listener.mark_current(rank, chain.version)
+                    self._listener.mark_current(rank, chain.version, incarnation)
         if not quiet:
             self._left(left, f"it did not take over version {chain.version}")
 
@@ -259,7 +260,7 @@ class Operations:
             self._fail("transfer", self.standings.stale(), f"no rank has version {chain.version}")
         self.version = chain.version
         if self._listener is not None:
-            self._listener.set_version(chain.version)
+            self._listener.advance(chain.version)
         with self._phase("version"):
             answers = ask(self.train, self.train.ranks, "set_version", (chain.version,), self.limits.version)
         if answers.errors:
@@ -279,7 +280,7 @@ class Operations:
                 continue
             self.standings.restored(rank, version)
             if self._listener is not None:
-                self._listener.mark_current(rank, told["version"])
+                self._listener.mark_current(rank, told["version"], there[rank])
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

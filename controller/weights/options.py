@@ -64,10 +64,10 @@ class Listener(Protocol):
         """Give a rank no work."""
         ...
 
-    def mark_current(self, rank: int, version: int) -> None:
-        """A rank holds a version now."""
+    def mark_current(self, rank: int, version: int, incarnation: int) -> None:
+        """A rank holds a version now, in this start of it."""
         ...
 
-    def set_version(self, version: int) -> object:
+    def advance(self, version: int) -> None:
         """This version counts from now on."""
         ...

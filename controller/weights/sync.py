@@ -138,6 +138,15 @@ class WeightSync:
         self._operations.look()
         return self._operations.standings.stale()
 
+    @property
+    def limits(self) -> Limits:
+        """Deadlines of the phases; may be set between two updates."""
+        return self._operations.limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._operations.limits = limits
+
     # -- acting ------------------------------------------------------------------------------------------------------
 
     def update(self, version: int | None = None) -> UpdateReport:

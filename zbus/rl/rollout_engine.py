@@ -205,8 +205,8 @@ class RolloutEngine(zbus.Engine):
             self._torn = f"version {version} from {source} has digest {found}, not {digest}"
             return found
         self.do_reset_cache()
-        self._digest, self._version, self._torn = digest, version, ""
         self.do_version(version)
+        self._digest, self._version, self._torn = digest, version, ""
         return found
 
     # -- hooks -------------------------------------------------------------------------------------------------------

@@ -117,5 +117,8 @@ class WeightsGroup:
 
     def close(self) -> None:
         """Close the connections, so that others who wait for this member hear of it."""
+        group, self._group = self._group, None
         with suppress(RuntimeError):
-            self._group.abort()
+            group.abort()
+        # Gloo closes with its last reference, so there must be no other: errors keep frames, and these this object.
+        del group
