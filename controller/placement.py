@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from controller.background import shared
@@ -46,6 +48,10 @@ _CREDIT_STEP: Final = 8
 _CREDIT_BYTES: Final = 1 << 20
 """Credit of a stream is given each so many items, or each so many bytes."""
 _OK: Final = OutcomeKind.OK
+_PUT: Final = b"ctx.put"
+"""Stands in each answer with a handle that ``ctx.put`` made."""
+
+_PUTS: Final = re.compile(re.escape(_PUT))
 _GONE: Final = ("worker_exit", "lease", "fenced", "disconnected")
 _LOST: Final = (OutcomeKind.UNKNOWN, OutcomeKind.NOT_EXECUTED)
 """With such a reason: the worker is lost, whether or not its part is proved not to have begun."""
@@ -76,6 +82,7 @@ class Placement:
     _last_ns = 0
     _taken_ns = 0
     _decoded_ns = 0
+    _puts: tuple[Any, ...] = ()  # keep what engines put of which its answers tell, read or not
 
     def __init__(self, order: Order) -> None:
         self.order = order
@@ -240,6 +247,9 @@ class Placement:
             for one, body in enumerate(bodies, call):
                 self._settle(member, one, Outcome(_OK, (body,), attempts=attempts))
             return
+        if _PUT in b"".join(bodies):
+            for body in bodies:
+                self._hold_puts((body,))
         if self._late is not None and self.slots.settled():
             self._late.ended(self)
         if self.order.pins is not None and self.slots.settled():
@@ -265,7 +275,7 @@ class Placement:
             if not self.slots.fill(member, call, outcome):
                 return
             if outcome.kind is _OK:
-                pass
+                self._hold_puts(outcome.payload)
             elif outcome.kind in _LOST and outcome.reason in _GONE:
                 self._lost_at = self._lost_at or time.monotonic()
             elif outcome.is_error:
@@ -286,6 +296,19 @@ class Placement:
             released(self.order.ranks[member])
         for watcher in watchers:
             watcher()
+
+    def _hold_puts(self, payload: Buffers | None) -> None:
+        """Keep what engines put for as long as this answer can be read: if nobody does, it is let go with it."""
+        if not payload or self.order.refs is None:
+            return
+        body = payload[0]
+        if _PUT in body if type(body) is bytes else _PUTS.search(body):
+            shared().call(partial(self._hold_puts_of, payload))
+
+    def _hold_puts_of(self, payload: Buffers) -> None:
+        refs = self.order.refs
+        if refs is not None:
+            self._puts += tuple(refs.unread(payload))
 
     def _answered(self, outcome: Outcome) -> int:
         """Return the attempt that the reply being delivered names, or 0 where the outcome is no reply of the method."""

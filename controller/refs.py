@@ -25,7 +25,7 @@ from zbus.codec.refs import lost
 from zbus.data.desk import Desk, fill, refs_in
 from zbus.data.holds import Holds, Tell
 from zbus.errors import RefLimitError, Unavailable, ZbusError
-from zbus.protocol.messages import Outcome, OutcomeKind
+from zbus.protocol.messages import Buffers, Outcome, OutcomeKind
 from zbus.transport.client import Client, PeerState
 
 __all__ = ["Claim", "ClientLink", "Hold", "Link", "RefBook", "Scope"]
@@ -74,7 +74,18 @@ class Hold:
         number: Number of the value; 0 for none.
     """
 
-    __slots__ = ("__weakref__", "_book", "_claim", "_lock", "_number", "_owners", "_pins", "_released", "nbytes")
+    __slots__ = (
+        "__weakref__",
+        "_book",
+        "_claim",
+        "_lock",
+        "_number",
+        "_owners",
+        "_pins",
+        "_released",
+        "nbytes",
+        "seen",
+    )
 
     def __init__(self, book: RefBook, claim: int = 0, number: int = 0) -> None:
         self._book = book
@@ -85,6 +96,7 @@ class Hold:
         self._pins = 0
         self._released = False
         self.nbytes = 0
+        self.seen = False  # the user has a handle, or had one
 
     def placed_on(self, owner: Hashable) -> None:
         """The call was sent to one more incarnation of its rank."""
@@ -344,7 +356,7 @@ class RefBook:
         elif self.desk.is_mine(ref):
             self.desk.drop(ref)
         else:
-            self._hold_of(ref)[0].release()
+            self._hold_of(ref).release()
 
     @contextmanager
     def scope(self, limit: int | None = None) -> Iterator[Scope]:
@@ -373,14 +385,21 @@ class RefBook:
             hold = claim.hold_of(ref) if claim is not None and ref.method != _PUT else None
             new = False
             if hold is None and not self.desk.is_mine(ref):
-                hold, new = self._hold_of(ref)
+                hold = self._hold_of(ref)
                 hold.nbytes = ref.nbytes
+                hold.seen, new = True, not hold.seen
             ref.bind(self, hold)
             if new:
                 self._into_scope(hold)
 
-    def _hold_of(self, ref: Ref) -> tuple[Hold, bool]:
-        """Return what keeps a value that an engine put, one for all handles of it; and whether this is the first."""
+    def unread(self, payload: Buffers) -> list[Hold]:
+        """Return what keeps the values that engines put of which an answer tells that nobody may ever read."""
+        found: list[Ref] = []
+        decode(payload, refs=found)
+        return [self._hold_of(ref) for ref in found if ref.method == _PUT and not self.desk.is_mine(ref)]
+
+    def _hold_of(self, ref: Ref) -> Hold:
+        """Return what keeps a value that an engine put, one for all handles of it."""
         with self._lock:
             hold = self._put.get(ref.key)
             new = hold is None
@@ -388,7 +407,7 @@ class RefBook:
                 hold = self._put[ref.key] = Hold(self, number=ref.number)
         if new:
             hold.placed_on((ref.role, ref.rank, ref.incarnation))
-        return hold, new
+        return hold
 
     @staticmethod
     def pinned(refs: Iterable[Ref]) -> Pins:

@@ -409,6 +409,17 @@ def test_engines_put_and_callers_release(tmp_path):
         assert kept(bus)["actor/1"] == 1
         del put, one
         until_nothing_is_kept(bus)
+        held = actor.rollout(1, 1)  # so that the ranks hear of this controller for as long as it takes
+        unread = actor.put.submit(1000)
+        wait_until(unread.done, what="the answers that nobody will read")
+        del unread
+        with actor.batch() as b:
+            b.put(1000)
+            b.put(2000)
+        del b
+        wait_until(lambda: [kept(bus)[f"actor/{rank}"] for rank in range(2)] == [1, 1], what="what they told of to go")
+        del held
+        until_nothing_is_kept(bus)
 
 
 def test_a_guest_that_dies_keeps_nothing(tmp_path):
