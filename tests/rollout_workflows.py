@@ -43,6 +43,11 @@ async def raising(engine: EpisodeEngine, data: Any) -> None:
     raise KeyError(data)
 
 
+async def too_long(engine: EpisodeEngine, data: Any) -> None:
+    """Ask for what there is no room for."""
+    await engine.samples([1] * 64, 3)
+
+
 async def hanging_reward(engine: EpisodeEngine, data: Any) -> dict[str, Any]:
     """Use a reward that never returns."""
     return {"reward": await engine.reward("hang", timeout_s=data)}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from controller.group import Group
@@ -12,7 +10,7 @@ from controller.rollouts.driver import Driver, Work
 from controller.rollouts.ranks import any_one
 from zbus.errors import ConfigError
 from zbus.rl.generation import Completion, Episode, Sampling
-from zbus.rl.seeds import sub_seed
+from zbus.rl.workflow import answers_of
 from zbus.trace import trace_session_phase
 
 if TYPE_CHECKING:
@@ -51,12 +49,8 @@ class EngineHandle:
 
     async def samples(self, prompt: Sequence[int], count: int, sampling: Sampling | None = None) -> list[Completion]:
         """Answer a prompt several times, at once; with a seed each answer has its own that follows from it."""
-        one = sampling or Sampling()
-        each = [one if one.seed is None else replace(one, seed=sub_seed(one.seed, n)) for n in range(count)]
         with trace_session_phase("generate"):
-            async with asyncio.TaskGroup() as together:
-                tasks = [together.create_task(self._generated(prompt, sampling)) for sampling in each]
-        return [task.result() for task in tasks]
+            return await answers_of(self._generated, prompt, count, sampling)
 
     async def reward(self, name: str, /, *args: Any, timeout_s: float | None = None) -> Any:
         """Call a reward function that was given to the controller, in another process.

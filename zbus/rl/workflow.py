@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 from zbus.rl.generation import Completion, Sampling
+from zbus.rl.seeds import sub_seed
 
-__all__ = ["EpisodeEngine", "Workflow"]
+__all__ = ["EpisodeEngine", "Workflow", "answers_of"]
 
 
 class EpisodeEngine(Protocol):
@@ -43,3 +45,27 @@ class Workflow(Protocol):
     async def run_episode(self, engine: EpisodeEngine, data: Any) -> Any:
         """Return a trajectory (a dict of arrays and numbers), a list of them, or None to reject the episode."""
         ...
+
+
+async def answers_of(
+    generate: Callable[[Sequence[int], Sampling], Awaitable[Completion]],
+    prompt: Sequence[int],
+    count: int,
+    sampling: Sampling | None,
+) -> list[Completion]:
+    """Answer a prompt several times, at once: what ``EpisodeEngine.samples`` does, wherever it generates.
+
+    The first error is raised as it is, once the other answers are given up.
+    """
+    import asyncio
+
+    one = sampling or Sampling()
+    each = [one if one.seed is None else replace(one, seed=sub_seed(one.seed, number)) for number in range(count)]
+    answers = [asyncio.ensure_future(generate(prompt, sampling)) for sampling in each]
+    try:
+        return await asyncio.gather(*answers)
+    except BaseException:
+        for answer in answers:
+            answer.cancel()
+        await asyncio.gather(*answers, return_exceptions=True)
+        raise

@@ -33,7 +33,7 @@ def flows(engine) -> Any:
 @pytest.fixture
 def bare(engine) -> Any:
     """Give an engine with workflows and no reward."""
-    names = ("rejecting", "raising", "hanging_reward", "forgetful")
+    names = ("rejecting", "raising", "hanging_reward", "forgetful", "too_long")
     return engine(workflows={name: f"{FLOWS}:{name}" for name in names})
 
 
@@ -87,6 +87,9 @@ def test_an_error_of_a_workflow_is_its_own(bare, run):
     with pytest.raises(KeyError, match="the item") as caught:
         run(bare.run_episode("raising", "the item"))
     assert caught.traceback[-1].path == FLOWS
+    with pytest.raises(ValueError, match="a prompt of 64 tokens leaves no room"):  # of one of several answers
+        run(bare.run_episode("too_long", None))
+    assert bare.do_state() == {"running": 0, "waiting": 0}
 
 
 def test_a_reward_that_hangs_fails_its_episode_alone(flows, run):

@@ -10,7 +10,7 @@ from typing import Any
 from zbus import trace
 from zbus.errors import ConfigError
 from zbus.rl.generation import Completion, Sampling
-from zbus.rl.seeds import sub_seed
+from zbus.rl.workflow import answers_of
 from zbus.runtime.loader import load_object
 
 __all__ = ["Episodes", "Handle", "Runner", "load_workflow"]
@@ -112,17 +112,8 @@ class Handle:
 
     async def samples(self, prompt: Sequence[int], count: int, sampling: Sampling | None = None) -> list[Completion]:
         """Answer a prompt several times, at once; with a seed each answer has its own that follows from it."""
-        import asyncio
-        from dataclasses import replace
-
-        one = sampling or Sampling()
-        each = [one if one.seed is None else replace(one, seed=sub_seed(one.seed, n)) for n in range(count)]
-        async with trace.atrace_session_phase("generate"), asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._generated(prompt, sampling)) for sampling in each]
-        return [task.result() for task in tasks]
-
-    async def _generated(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
-        return await self._generate(prompt, sampling)
+        async with trace.atrace_session_phase("generate"):
+            return await answers_of(self._generate, prompt, count, sampling)
 
     async def reward(self, name: str, /, *args: Any, timeout_s: float | None = None) -> Any:
         """Call a reward function of the role, in another process."""
