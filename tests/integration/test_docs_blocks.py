@@ -57,6 +57,19 @@ LIVE = """
     bus = Controller.launch("live", roles={"actor": Role("engines:Actor", replicas=2)})
     actor, batch, batches, step = bus.group("actor"), [1, 2, 3], [[1, 2, 3]] * 3, 1
 """
+
+
+def writing(page: str, *names: str) -> str:
+    """Return what writes the first Python blocks of a page to files of these names, as its reader would."""
+    return f"""
+        import re
+        from pathlib import Path
+        page = Path({str(ROOT / page)!r}).read_text()
+        for name, text in zip({names!r}, re.findall("^```python\\n(.*?)^```", page, re.M | re.S)):
+            Path(name).write_text(text)
+    """
+
+
 BEFORE = {
     "docs/how-to/find-a-stuck-rank.md": LIVE,
     "docs/how-to/read-an-error.md": LIVE,
@@ -84,18 +97,14 @@ BEFORE = {
     async def generate(prompt): return "text"
     def evaluate(): return 1.0
     """,
+    "docs/how-to/move-from-areal.md": writing("docs/how-to/move-from-areal.md", "counting.py"),
+    "docs/how-to/move-from-verl.md": writing("docs/how-to/move-from-verl.md", "scoring.py"),
     "docs/reference/codec.md": """
         import enum
         class Colour(enum.Enum):
             RED = 1
     """,
-    "docs/reference/generation.md": f"""
-        import re
-        from pathlib import Path
-        page = Path({str(ROOT / "docs/reference/generation.md")!r}).read_text()
-        for name, text in zip(("policy.py", "task.py"), re.findall("^```python\\n(.*?)^```", page, re.M | re.S)):
-            Path(name).write_text(text)
-    """,
+    "docs/reference/generation.md": writing("docs/reference/generation.md", "policy.py", "task.py"),
     "docs/reference/registry.md": """
         from zbus.registry import FileRegistry as MyRegistry
     """,
