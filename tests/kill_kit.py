@@ -101,34 +101,39 @@ class KilledJob:
         return self.kit.start("-t", self.name, *self.command[1:], *again, target=self.command[0])
 
     def strike(self, running: Running, kill: Kill) -> None:
-        """Kill at the chosen moment; nothing, where the job or the victim is gone by then."""
+        """Kill at the chosen moment, or once the victim is there; nothing, where the job is over by then."""
         before = step_count(self.ledger)
 
+        def over() -> bool:
+            return running.process.poll() is not None
+
         def there() -> bool:
-            over = running.process.poll() is not None
-            return over or kill.after is None or step_count(self.ledger) >= before + kill.after
+            return over() or kill.after is None or step_count(self.ledger) >= before + kill.after
 
         wait_until(there, self.limit_s, f"step {kill.after}; {self.told()} {running.err[-2000:]}")
         threading.Event().wait(kill.delay_s)  # the moment is what is chosen; nothing is waited for
-        pid = running.process.pid if kill.victim == "controller" else self._pid(kill.victim)
-        if pid is None or running.process.poll() is not None:
-            self.story.append(f"no {kill.victim} to kill")
+        pid = wait_until(lambda: -1 if over() else self._pid(kill.victim, running), self.limit_s, kill.victim)
+        if pid < 0:
+            self.story.append(f"over before {kill.victim} was killed")
             return
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
             self.story.append(f"kill {kill.victim} at step {step_count(self.ledger)} (this start: {before})")
 
-    def _pid(self, victim: str) -> int | None:
+    def _pid(self, victim: str, running: Running) -> int:
+        """Return the process to kill; 0 while there is none."""
+        if victim == "controller":
+            return running.process.pid
         if self.trial is None:
-            return None
+            return 0
         try:
             records = Records(FileRegistry(self.trial.registry, create=False))
             kind, _, role = victim.partition(":")
             known: list[Any] = records.agents(role) if kind == "agent" else records.workers(kind)
         except RegistryError:
-            return None
+            return 0
         alive = [one.pid for one in known if is_alive(one.pid, one.pid_start)]
-        return self.random.choice(alive) if alive else None
+        return self.random.choice(alive) if alive else 0
 
     # -- judging -------------------------------------------------------------------------------------------------------
 

@@ -71,8 +71,10 @@ class Recorded:
 
 
 def prompts_of(batch: Mapping[str, Any]) -> list[Prompt]:
-    """Return of each row the tokens that no loss counts: what was asked. Columns are ``Ragged``."""
-    rows = zip(batch["input_ids"], batch["loss_mask"], strict=True)
+    """Return of each row the tokens that no loss counts: what was asked. Columns are ``Ragged``, or padded."""
+    ids, masks = batch["input_ids"], batch["loss_mask"]
+    lengths = batch.get("lengths", [None] * len(ids))
+    rows = [(row[:length], mask[:length]) for row, mask, length in zip(ids, masks, lengths, strict=True)]
     return [tuple(int(token) for token, answer in zip(row, mask, strict=True) if not answer) for row, mask in rows]
 
 

@@ -105,7 +105,7 @@ def test_rounds_of_random_kills(kit: RunKit, seed: int) -> None:
 
 @pytest.mark.ci
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(1, ROUNDS + 1))
+@pytest.mark.parametrize("seed", [1, 2])
 def test_rounds_of_random_kills_with_torch(kit: RunKit, seed: int) -> None:
     """The same of two ranks that train a transformer together: its own count of steps is exact, too."""
     write_job(kit, torch=True)
