@@ -1,4 +1,4 @@
-"""All connections of one calling session: peers, ordered lanes, atomic placement, outcomes.
+"""All connections of one calling session: ordered lanes, atomic placement, outcomes. One of them is ``peer.Peer``.
 
 The shell around ``protocol.caller`` and ``protocol.liveness``: it owns the DEALER sockets, hands messages in and
 executes effects. Everything happens under ``reactor.lock``; outcomes are delivered under it too, so a sink must be
@@ -7,11 +7,9 @@ quick. A waiting caller drives the reactor itself (``wait``).
 
 from __future__ import annotations
 
-import enum
 import logging
-import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import msgpack
 
@@ -20,13 +18,10 @@ from zbus.codec import Keep
 from zbus.errors import CodecError, TransportError, Unavailable
 from zbus.ids import Session, WorkerName
 from zbus.protocol.caller import CallerLane, Timing
-from zbus.protocol.frames import FrameError, VersionMismatch
 from zbus.protocol.gang import Gang, Step
 from zbus.protocol.journal import JournalReport
-from zbus.protocol.liveness import LinkMachine, LinkState
+from zbus.protocol.liveness import LinkState
 from zbus.protocol.messages import (
-    PROTOCOL_VERSION,
-    Buffer,
     Buffers,
     Chunk,
     Effect,
@@ -38,16 +33,16 @@ from zbus.protocol.messages import (
     Poised,
     Results,
     SendTo,
-    Status,
     nbytes_of,
 )
 from zbus.transport.arrivals import Arrivals
-from zbus.transport.carrier import NOWHERE, Carrier, Opening, Reach
+from zbus.transport.carrier import Carrier, Opening
 from zbus.transport.channel import Channel
 from zbus.transport.interrupts import gate
+from zbus.transport.peer import Exchange, Link, Peer, PeerLane, PeerState
 from zbus.transport.reactor import Reactor
 from zbus.transport.sockets import SocketFactory
-from zbus.transport.waiters import ChunkSink, ResultsSink, Sink, Waiters
+from zbus.transport.waiters import ChunkSink, ResultsSink, Sink
 
 __all__ = ["ChunkSink", "Client", "Exchange", "Peer", "PeerState", "Placed", "ResultsSink", "Sink"]
 
@@ -55,301 +50,8 @@ log = logging.getLogger("zbus.client")
 
 _NEVER: Final = 1 << 62
 
-Exchange = tuple[int, int, int, int]
-"""When we asked, when the other got it, when it answered, when we got that; each on its own monotonic clock, in ns."""
-
-
-class PeerState(enum.Enum):
-    """State of a worker as one session sees it: the least ready of its connections."""
-
-    CONNECTING = "connecting"
-    HANDSHAKING = "handshaking"
-    READY = "ready"
-    SUSPECT = "suspect"
-    DEAD = "dead"
-
-
 _REQ: Final = Kind.REQ
 _READY: Final = PeerState.READY
-_STATE_OF: Final = {link: PeerState(link.value) for link in LinkState}
-_RANK: Final = {
-    PeerState.READY: 0,
-    PeerState.HANDSHAKING: 1,
-    PeerState.CONNECTING: 2,
-    PeerState.SUSPECT: 3,
-    PeerState.DEAD: 4,
-}
-
-
-class _Lane:
-    """One lane of a peer: its machine, and who waits for which seq."""
-
-    __slots__ = ("arrivals", "gangs", "link", "machine", "waiters", "wanted")
-
-    def __init__(self, machine: CallerLane, link: _Link) -> None:
-        self.machine = machine
-        self.link = link
-        self.waiters = Waiters()
-        self.arrivals: Arrivals | None = None  # answers whose arrays are on their way
-        self.wanted = False  # somebody found it crowded, or was about to look
-        self.gangs: dict[int, Callable[[], None]] = {}  # told that the callee holds the request and waits for GO
-
-
-class _Link:
-    """One DEALER to one of a peer's sockets (``main`` or ``ctl``)."""
-
-    def __init__(self, client: Client, peer: Peer, name: str, endpoints: Sequence[str]) -> None:
-        self.client = client
-        self.peer = peer
-        self.name = name
-        # One address only: a DEALER deals round robin over several, which would tear the order of a lane.
-        self.endpoint = endpoints[0]
-        self.took_ns = -1  # the last handshake, there and back
-        self.machine = LinkMachine(client.clock.monotonic_ns(), jitter=random.random())  # noqa: S311  # no secret
-        self.lanes: dict[str, _Lane] = {}
-        self.channel = self._dial()
-
-    def _dial(self) -> Channel:
-        client = self.client
-        socket, monitor = client.factory.monitored_dealer("main" if self.name == "main" else "ctl")
-        channel = Channel(
-            client.reactor, socket, self.on_message, router=False, monitor=monitor, events=self, on_bad=self.on_bad
-        )
-        try:
-            client.factory.connect(socket, self.endpoint)
-        except BaseException:
-            channel.close()
-            raise
-        return channel
-
-    def redial(self) -> None:
-        """Connect by a socket of its own making, where libzmq has given up the old one; see ``protocol.liveness``.
-
-        Where there is none left, the old one stays, and it is tried again when dialling is due again.
-        """
-        machine, old = self.machine, self.channel
-        if machine.redials == 0:
-            log.warning("%s is not reached: %s; dialling %s again", self.peer.name, machine.evidence, self.endpoint)
-        old.drain()
-        try:
-            made = self._dial()
-        except (TransportError, OSError) as error:
-            log.warning("%s cannot be dialled again yet: %s", self.peer.name, error)
-            self.client.count("redials_failed")
-            machine.redial_failed(self.client.clock.monotonic_ns())
-            return
-        self.client.keep_counts(old.counts())
-        self.client.count("redials")
-        old.close()
-        self.channel = made
-        machine.redialled()
-
-    def counts(self) -> dict[str, int]:
-        """Return what was sent again, asked about, refused and dropped on this link."""
-        machines = [lane.machine for lane in self.lanes.values()]
-        counts = self.channel.counts()
-        counts["retransmissions"] = sum(machine.retransmissions for machine in machines)
-        counts["probes"] = sum(machine.probes for machine in machines)
-        strays = sum(machine.strays for machine in machines)
-        return {**counts, "stray_answers": strays} if strays else counts
-
-    def on_link_up(self) -> None:
-        if self.machine.state is LinkState.DEAD:  # one that came back after it was given up: nobody asks it anything
-            self.client.count("dead_peer_back")
-            return
-        now = self.client.clock.monotonic_ns()
-        self.machine.link_up(now)
-        self.say_hello(now)
-        self.peer.refresh()
-
-    def on_link_down(self, why: str) -> None:
-        self.machine.link_down(self.client.clock.monotonic_ns(), why)
-        self.client.reactor.note_due(self.machine.redial_due)
-        self.channel.clear_outbox()
-        for lane in self.lanes.values():
-            lane.machine.on_disconnected()
-        self.peer.refresh()
-
-    def on_link_retried(self) -> None:
-        self.machine.retrying()
-
-    def say_hello(self, now: int) -> None:
-        """Introduce the session; repeated by the timer until a WELCOME comes."""
-        client = self.client
-        body = msgpack.packb(
-            {
-                "role": self.peer.name.role,
-                "rank": self.peer.name.rank,
-                "link": self.name,
-                "from": client.name,
-                "protocol": PROTOCOL_VERSION,
-                **(client.carrier.reach if client.carrier is not None else NOWHERE).facts(),
-                "t": now,
-            }
-        )
-        self.channel.send(Header(Kind.HELLO, client.session, client.epoch, self.peer.incarnation, self.name), (body,))
-        self.machine.hello_sent(now)
-        client.reactor.note_due(self.machine.hello_due)
-
-    def on_bad(self, error: FrameError, _peer: bytes) -> None:
-        if isinstance(error, VersionMismatch):
-            self.client.declare_dead(self.peer, reason="protocol", evidence=str(error))
-
-    def on_message(self, header: Header, buffers: Sequence[Buffer], _peer: bytes) -> None:
-        client = self.client
-        kind = header.kind
-        if header.session != client.session:
-            client.count("foreign_session")
-        elif kind not in _ABOUT_SESSIONS or (kind == Kind.NACK and header.status not in _REFUSALS):
-            lane = self.lanes.get(header.lane)
-            if lane is None or header.incarnation != self.peer.incarnation:
-                client.count("foreign_lane")
-                return
-            plain = (
-                len(buffers) <= 1 or header.calls > 1
-            )  # several frames of several calls are their bodies, not arrays
-            if (lane.arrivals or not plain) and client.arrives_later(lane, header, buffers):
-                return
-            opened = buffers if plain else client.opened(buffers, self.peer)
-            if opened is not None:
-                client.take(lane, header, opened)
-        elif kind == Kind.WELCOME:
-            self._on_welcome(buffers)
-        elif kind == Kind.PONG:
-            self._on_pong(buffers)
-        elif kind == Kind.PING:  # it asks whether its place is still its own
-            if header.incarnation == self.peer.incarnation and self.machine.state is not LinkState.DEAD:
-                self.channel.send(header._replace(kind=Kind.PONG))
-        elif kind != Kind.NACK:
-            client.count("unexpected")
-        elif (header.incarnation, header.epoch) == (self.peer.incarnation, client.epoch):
-            self._on_refusal(header)
-        else:  # the echo of a message that was not meant for this incarnation
-            client.count("foreign_refusal")
-
-    def _on_welcome(self, buffers: Sequence[Buffer]) -> None:
-        now = self.client.clock.monotonic_ns()
-        try:
-            welcome = msgpack.unpackb(buffers[0])
-            cursors = dict(welcome["lanes"])
-            name = (welcome["role"], welcome["rank"])
-        except Exception:  # anything but a well-formed WELCOME is junk from the peer: counted, ignored  # noqa: BLE001
-            self.client.count("bad_welcome")
-            return
-        if name != self.peer.name:
-            self.client.declare_dead(
-                self.peer, reason="protocol", evidence=f"{name[0]}/{name[1]} answers at the address of {self.peer.name}"
-            )
-            return
-        again = not self.machine.welcomed(now)
-        self.peer.welcome.update(welcome)
-        self.peer.reach = Reach.told(welcome)
-        asked, met = welcome.get("t_hello"), welcome.get("t")
-        if type(asked) is int and type(met) is int and 0 < asked <= now:
-            self.client.on_exchange(self.peer, (asked, met, met, now))
-            self.took_ns = now - asked
-            for lane in self.lanes.values():
-                lane.machine.round_trip(self.took_ns)
-        if not again:
-            for lane in self.lanes.values():
-                self.client.execute(lane, lane.machine.on_connected(int(cursors.get(lane.machine.lane, 0)), now))
-        self.peer.refresh()
-
-    def _on_pong(self, buffers: Sequence[Buffer]) -> None:
-        now = self.client.clock.monotonic_ns()
-        try:
-            asked, (met, left) = msgpack.unpackb(buffers[0]), msgpack.unpackb(buffers[1])
-            self.client.on_exchange(self.peer, (int(asked), int(met), int(left), now))
-        except Exception:  # as of a WELCOME  # noqa: BLE001
-            self.client.count("bad_pong")
-
-    def _on_refusal(self, header: Header) -> None:
-        if header.status == Status.NO_SESSION:
-            if not self.machine.up:  # said on a connection that is gone
-                return
-            now = self.client.clock.monotonic_ns()
-            self.machine.link_down(now, "the worker no longer knows this session")
-            self.machine.link_up(now)
-            for lane in self.lanes.values():
-                lane.machine.on_disconnected()
-            self.say_hello(now)
-            self.peer.refresh()
-            return
-        evidence = {
-            Status.FENCED_EPOCH: f"it obeys controller epoch {header.floor}, this one is {header.epoch}",
-            Status.FENCED_INCARNATION: "another incarnation answers at its address",
-            Status.DRAINING: "it is shutting down",
-        }.get(Status(header.status), "it refused the session")
-        reason = "superseded" if header.status == Status.FENCED_EPOCH else "fenced"
-        self.client.declare_dead(self.peer, reason=reason, evidence=evidence)
-
-
-_ABOUT_SESSIONS: Final = frozenset(map(int, (Kind.WELCOME, Kind.NACK, Kind.PING, Kind.PONG, Kind.BYE)))
-_REFUSALS: Final = (Status.NO_SESSION, Status.FENCED_EPOCH, Status.FENCED_INCARNATION, Status.DRAINING)
-
-
-class Peer:
-    """One incarnation of one worker (or agent), as this session sees it. Read from any thread.
-
-    Attributes:
-        name: Role and rank.
-        incarnation: Which start of it.
-        state: See ``PeerState``.
-        welcome: What the worker said of itself in its WELCOME (pid, host, …); empty before.
-        reach: Where its arrays can be read, by the same word.
-        had_calls: Whether a call was out when the incarnation ended; its outcome tells of the end.
-        lost: Why it is taken for dead although it may come back, and the evidence; None: it is not.
-    """
-
-    def __init__(self, client: Client, name: WorkerName, incarnation: int) -> None:
-        self.name = name
-        self.incarnation = incarnation
-        self.welcome: dict[str, Any] = {}
-        self.reach = NOWHERE
-        self.state = PeerState.CONNECTING
-        self.had_calls = False
-        self.lost: tuple[str, str] | None = None
-        self._client = client
-        self.links: dict[str, _Link] = {}
-        self.lanes: dict[str, _Lane] = {}
-
-    @property
-    def evidence(self) -> str:
-        """Why the peer is not READY, in words."""
-        if self.lost is not None:
-            return self.lost[1]
-        return "; ".join(dict.fromkeys(link.machine.evidence for link in self.links.values() if link.machine.evidence))
-
-    @property
-    def reason(self) -> str:
-        """Machine-readable cause of DEAD, or empty."""
-        if self.lost is not None:
-            return self.lost[0]
-        return next((link.machine.reason for link in self.links.values() if link.machine.reason), "")
-
-    def refresh(self) -> None:
-        """Recompute ``state`` from the links and tell the client's listener of a change. Under the lock."""
-        states = [_STATE_OF[link.machine.state] for link in self.links.values()]
-        state = max(states, key=_RANK.__getitem__)
-        if state is _READY or state is PeerState.DEAD:
-            self.lost = None
-        elif self.lost is not None:
-            state = PeerState.DEAD
-        if state is not self.state:
-            self.state = state
-            self._client.on_state(self, state)
-
-    def whereabouts(self, lane: str, seq: int) -> str:
-        """Say how far a placed call is, as far as is known here, such as ``running since 4.2 s``. Any thread."""
-        with gate, self._client.reactor.lock:
-            link = self.links["ctl" if lane == "ctl" or "main" not in self.links else "main"]
-            found = link.lanes.get(lane)
-            if found is None:
-                return "not placed"
-            return found.machine.whereabouts(seq, self._client.clock.monotonic_ns())
-
-    def __repr__(self) -> str:
-        return f"<Peer {self.name} {self.state.value}>"
 
 
 class Placed:
@@ -449,7 +151,7 @@ class Client:
             try:
                 for link in ("main", "ctl"):
                     if endpoints.get(link):
-                        peer.links[link] = _Link(self, peer, link, endpoints[link])
+                        peer.links[link] = Link(self, peer, link, endpoints[link])
             except BaseException:
                 for made in peer.links.values():
                     made.channel.close()
@@ -584,7 +286,7 @@ class Client:
             seqs: list[int] = []
             sent: list[int] = []
             stamped = self.on_sent is not None
-            lanes: list[_Lane] = []
+            lanes: list[PeerLane] = []
             for index, peer in enumerate(members):
                 if stamped:
                     sent.append(self._now())
@@ -656,7 +358,7 @@ class Client:
             return Placed(members, lane, seqs, 1, sent)
 
     def _put(  # noqa: PLR0917  # private, hot path
-        self, lane: _Lane, payload: Buffers, count: int, nbytes: int, deadline_ns: int | None, now: int, sink: Sink,
+        self, lane: PeerLane, payload: Buffers, count: int, nbytes: int, deadline_ns: int | None, now: int, sink: Sink,
         member: int, trace: int, strict: bool, together: bool = False,  # noqa: FBT001, FBT002
         results_sink: ResultsSink | None = None,
     ) -> int:  # fmt: skip
@@ -734,7 +436,7 @@ class Client:
         self.count("lost_arrays")
         log.warning("an answer of %s cannot be read: %s", peer.name, error)
 
-    def take(self, lane: _Lane, header: Header, buffers: Buffers) -> None:
+    def take(self, lane: PeerLane, header: Header, buffers: Buffers) -> None:
         """Take a worker's word about a call, with its arrays in their places. Under the lock."""
         machine = lane.machine
         effects = machine.receive(header, buffers, self._now())
@@ -745,7 +447,7 @@ class Client:
             self._make_room(lane)
         self.reactor.note_due(machine.due_ns)
 
-    def arrives_later(self, lane: _Lane, header: Header, buffers: Buffers) -> bool:
+    def arrives_later(self, lane: PeerLane, header: Header, buffers: Buffers) -> bool:
         """Keep an answer whose arrays have to be pulled, or that comes behind one; False: it is to be taken now."""
         arrivals = lane.arrivals
         if arrivals is None:
@@ -759,12 +461,12 @@ class Client:
             )
         return arrivals.keeps(header, buffers)
 
-    def _take_opened(self, lane: _Lane, header: Header, buffers: Buffers) -> None:
+    def _take_opened(self, lane: PeerLane, header: Header, buffers: Buffers) -> None:
         opened = self.opened(buffers, lane.link.peer)  # those of this host, in a message that had to wait
         if opened is not None:
             self.take(lane, header, opened)
 
-    def _pull(self, lane: _Lane, seq: int, buffers: Buffers) -> Opening | None:
+    def _pull(self, lane: PeerLane, seq: int, buffers: Buffers) -> Opening | None:
         peer, carrier = lane.link.peer, self.carrier
         assert carrier is not None  # noqa: S101  # it is who said that data must be pulled
         try:
@@ -773,7 +475,7 @@ class Client:
             self._lost_arrays(peer, error)
             return None
 
-    def _arrived(self, lane: _Lane, seq: int, opening: Opening) -> None:
+    def _arrived(self, lane: PeerLane, seq: int, opening: Opening) -> None:
         """Take what was pulled. On the thread of bulk data."""
         with gate, self.reactor.lock:
             if self._closed or lane.arrivals is None:
@@ -871,7 +573,7 @@ class Client:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def execute(self, lane: _Lane, effects: Sequence[Effect], *, placing: bool = False) -> None:
+    def execute(self, lane: PeerLane, effects: Sequence[Effect], *, placing: bool = False) -> None:
         """Do what a lane's machine asks; ``placing``: of a request that is being placed. Under the lock.
 
         What takes an outcome and raises costs nobody else theirs: it is logged and counted.
@@ -889,7 +591,7 @@ class Client:
             if lane.wanted:
                 self._make_room(lane)
 
-    def _tell(self, lane: _Lane, effect: Effect) -> None:
+    def _tell(self, lane: PeerLane, effect: Effect) -> None:
         if type(effect) is Finish:
             lane.waiters.finish(effect if not lane.arrivals else _without(lane, effect))
         elif type(effect) is Results:
@@ -901,7 +603,7 @@ class Client:
             if holds is not None:
                 holds()
 
-    def _make_room(self, lane: _Lane) -> None:
+    def _make_room(self, lane: PeerLane) -> None:
         """Tell those who found a lane crowded, if there is room again, or nobody who would make any."""
         if lane.machine.roomy or lane.link.peer.state is PeerState.DEAD:
             lane.wanted = False
@@ -911,7 +613,7 @@ class Client:
                 except Exception as error:  # noqa: BLE001  # as in ``execute``
                     self._not_heard(lane, error)
 
-    def _not_heard(self, lane: _Lane, error: Exception) -> None:
+    def _not_heard(self, lane: PeerLane, error: Exception) -> None:
         self.count("failed_listeners")
         where = (lane.machine.lane, lane.link.peer.name)
         log.error("what takes the outcomes of lane %s of %s raised", *where, exc_info=error)
@@ -945,12 +647,12 @@ class Client:
             lane.gangs[seq] = lambda index=index: take(gang.poised(index, self.clock.monotonic_ns()))  # type: ignore[misc]
         return ended
 
-    def _lane(self, peer: Peer, name: str) -> _Lane:
+    def _lane(self, peer: Peer, name: str) -> PeerLane:
         link = peer.links.get("ctl" if name == "ctl" else "main") or peer.links["ctl"]
         lane = link.lanes.get(name)
         if lane is None:
             machine = CallerLane(self.session, self.epoch, peer.incarnation, name, timing=self._timing)
-            lane = link.lanes[name] = peer.lanes[name] = _Lane(machine, link)
+            lane = link.lanes[name] = peer.lanes[name] = PeerLane(machine, link)
             if link.machine.state is LinkState.DEAD:
                 machine.on_dead(peer.reason, peer.evidence)
             elif link.machine.state is LinkState.READY:
@@ -1000,7 +702,7 @@ class Client:
         return _unavailable(members)
 
 
-def _without(lane: _Lane, effect: Finish) -> Finish:
+def _without(lane: PeerLane, effect: Finish) -> Finish:
     """Return the end of a call whose answer may have come without its arrays, which are then wanted no more."""
     opening = None if lane.arrivals is None else lane.arrivals.over(effect.seq)
     if opening is None:
