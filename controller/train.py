@@ -114,6 +114,7 @@ class TrainController:
         ready: float | str = "2m",
         group: float | str = "2m",
         engine: float | str = "10m",
+        collectives: float | str = "10m",
     ) -> list[dict[str, Any]]:
         """Wait for the ranks, have them make a process group, and build model and optimizer on each.
 
@@ -124,6 +125,7 @@ class TrainController:
             ready: Deadline of the first phase: seconds or text.
             group: Of the second.
             engine: Of the third.
+            collectives: How long a rank waits for others inside a collective of torch's, from then on.
 
         Returns:
             What each rank tells of its engine, in rank order: ``parameters``, ``device``, …
@@ -136,7 +138,8 @@ class TrainController:
         limit_s = duration_s(group, "group")
         try:
             with _phase("process group", self.role):
-                self.group.create_process_group.options(deadline=limit_s)(backend, limit_s)
+                waits_s = duration_s(collectives, "collectives")
+                self.group.create_process_group.options(deadline=limit_s)(backend, waits_s)
             with _phase("engine", self.role):
                 told = self.group.initialize.options(deadline=duration_s(engine, "engine"))()
         except BaseException:

@@ -83,6 +83,13 @@ def test_parts_of_a_model_learn_what_one_process_learns(tmp_path, alone):
         np.testing.assert_allclose(losses_of(train), alone, rtol=0, atol=1e-9)
 
 
+def test_rows_may_stay_where_they_are(bus, train):
+    """A Ref to a batch is split by its owner's rows and lengths, and gives what the batch itself gives."""
+    ref = bus.put(batch(4))
+    assert train.eval_batch(ref) == train.eval_batch(batch(4))
+    np.testing.assert_array_equal(train.forward_batch(ref).values, train.forward_batch(batch(4)).values)
+
+
 def token_logprobs(model, b):
     """Log-probabilities by torch's own words, not the engine's."""
     tokens = b["input_ids"]
