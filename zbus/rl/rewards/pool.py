@@ -323,11 +323,8 @@ class RewardPool:
         self._collect(process)
         self._drop(process)
         calls = process.calls
-        guilty = None
-        if calls and (
-            hung is None or calls[0] is hung
-        ):  # else it made that one after all, and the next is not to blame
-            guilty = calls.popleft()
+        made = hung is not None and (not calls or calls[0] is not hung)  # it did return after all: nobody is to blame
+        guilty = calls.popleft() if calls and not made else None
         with self._lock:
             self._queue.extendleft(reversed(calls))
         if guilty is not None:
