@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -123,6 +124,47 @@ def test_a_paused_engine_answers_after_resume_and_forgets_whom_nobody_waits_for(
         assert group.resume() == [True]
     assert len(waits.result().ids) == 8
     assert group.state()[0]["waiting"] == 0
+
+
+def test_weights_of_a_trainer_come_in_between_two_tokens(tmp_path: Path):
+    """While requests run, an update from a training engine changes what follows, and spans say where: exactly there."""
+    import torch
+
+    from controller.weights import WeightSync
+    from generate_models import Cached
+
+    def model_of(seed: int) -> Cached:
+        torch.manual_seed(seed)
+        return Cached().double().eval()
+
+    train = Role(
+        "workers.engines.train:TorchTrainEngine",
+        kwargs={"model": "generate_models.py:Cached", "dtype": "float64", "seed": 5},
+        sys_path=[str(HERE)],
+    )
+    chance = np.random.default_rng(0)
+    prompts = [chance.integers(0, 23, 1 + number % 5).tolist() for number in range(60)]
+    long = Sampling(max_tokens=55, temperature=0)
+    with launch(tmp_path, {"train": train, "rollout": rollout(seed=2, max_batch=2, workflows={}, rewards={})}) as bus:
+        trainer, group = bus.group("train"), bus.group("rollout")
+        trainer.create_process_group()
+        trainer.initialize()
+        calls = [group.generate.submit(prompt, long) for prompt in prompts]
+        wait_until(lambda: group.state()[0]["running"] == 2, what="requests that run")
+        with contextlib.closing(WeightSync(trainer, group)) as sync:
+            report = sync.update(1)
+        answers = [call.result() for call in calls]
+        assert group.weights() == [{"version": 1, "digest": report.digest, "torn": "", "paused": False}]
+
+    models = {0: model_of(2), 1: model_of(5)}
+    assert sum(len(answer.versions) == 2 for answer in answers) == 2, "those that ran when it came"
+    for prompt, answer in zip(prompts, answers, strict=True):
+        for span in answer.versions:
+            text = torch.tensor([[*prompt, *answer.ids[: span.end]]])
+            with torch.inference_mode():
+                likeliest = models[span.version](text)[0].argmax(-1)[:-1]
+            made = slice(len(prompt) - 1 + span.start, None)
+            assert likeliest[made].tolist() == answer.ids[span.start : span.end].tolist()
 
 
 def test_statistics_of_the_ranks_merge(bus: Controller):
