@@ -71,7 +71,6 @@ class Control:
             driver.advance(version)
             return {}
         targets = [one for one in self._here() if not one.stale]
-        starts = {one.rank: one.incarnation for one in targets}
         answers = await self._ask(targets, "set_version", (version,), timeout_s)
         behind = {one.rank: str(one) for one in driver.routes.ranks if one.rank not in answers.values}
         behind |= answers.missing
@@ -83,9 +82,8 @@ class Control:
             told = "; ".join(f"rank {rank}: {why}" for rank, why in sorted(behind.items()))
             msg = f"no rank of {self._group.role} acknowledged version {version}, so it does not count: {told}"
             raise NotExecuted(msg, role=self._group.role, method="set_version", hint="see which ranks live: bus.group")
-        for rank in answers.values:
-            driver.mark_current(rank, version, starts[rank])
         driver.advance(version)
+        driver.look()  # one that was restarted meanwhile has answered for a start that is gone
         return behind
 
     async def stats(self, timeout_s: float) -> Answers:

@@ -282,7 +282,7 @@ class Driver:
             asked = self._asked.pop(call)
             if asked.done() and not asked.cancelled():
                 asked.exception()  # nobody else asks
-            self._route(self.routes.ended(call))
+            self.routes.ended(call)
 
     async def _routed(self, call: Call, cause: BaseException | None) -> int:
         try:

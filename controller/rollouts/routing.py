@@ -88,7 +88,7 @@ class Fail(NamedTuple):
 
 
 class Routes:
-    """Who has which call. Not thread-safe. Every event returns what is to be done after it.
+    """Who has which call. Not thread-safe. An event returns what is to be done after it.
 
     Args:
         ranks: Number of ranks.
@@ -113,10 +113,9 @@ class Routes:
         self._waiting.append(call)
         return self._assign()
 
-    def ended(self, call: Call) -> list[Go | Fail]:
+    def ended(self, call: Call) -> None:
         """A call needs no rank any more: it was answered, has failed or was cancelled."""
         self._leave(call)
-        return self._assign()
 
     def lost(self, call: Call, *, counts: bool = True) -> list[Go | Fail]:
         """The rank of a call was lost before it answered.

@@ -405,6 +405,22 @@ def test_no_lock_is_held_while_ranks_are_asked(inline, made):
     assert rollout.get_version() == 1
 
 
+def test_a_rank_restarted_before_its_acknowledgement_is_read_is_stale(inline, made):
+    """The start that answered is gone: the next one has other weights."""
+    rollout = made()
+    peer = inline.group("rollout").roster.peers()[1]
+    ask = rollout._operations.control._ask
+
+    async def restarted(*args):
+        answers = await ask(*args)
+        peer.incarnation += 1
+        return answers
+
+    rollout._operations.control._ask = restarted
+    rollout.set_version(1)
+    assert rollout._driver.routes.stale() == {1: "it was restarted and has no weights since"}
+
+
 def test_versions_only_rise(made):
     """An older version is refused before any rank is asked."""
     rollout = made()
@@ -596,21 +612,27 @@ def test_data_without_items_is_refused(made):
         made().prepare_batch([], "spell")
 
 
+class Broken:
+    def __iter__(self):
+        yield 1
+        raise OSError("disk")
+
+
+def test_an_item_that_was_taken_from_its_source_is_used(made):
+    """Though the source raised after it and another one is given: it comes first."""
+    rollout = made(batch_size=2, ordered=True)
+    with pytest.raises(OSError, match="disk"):
+        rollout.prepare_batch(Broken(), "spell")
+    assert [one.data for one in rollout.prepare_batch([5, 6], "spell", timeout=scaled(20))] == [1, 5]
+
+
 def test_data_that_raises_is_not_begun_anew(made):
     """An iterator that raised looks as if it had ended: it is refused from then on, no item is left out in silence."""
-
-    class Broken:
-        def __iter__(self):
-            yield 1
-            raise OSError("disk")
-
-    rollout, data = made(batch_size=2), Broken()
+    rollout, data = made(batch_size=2, ordered=True), Broken()
     with pytest.raises(OSError, match="disk"):
         rollout.prepare_batch(data, "spell")
     with pytest.raises(ConfigError, match="raised OSError before"):
         rollout.prepare_batch(data, "spell", timeout=scaled(20))
-    first, _ = rollout.prepare_batch([1, 2], "spell", timeout=scaled(20))
-    assert first.data == 1
 
 
 def test_one_batch_at_a_time(made):

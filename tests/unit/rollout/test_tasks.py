@@ -131,6 +131,25 @@ def test_what_nobody_received_is_put_back_in_its_place():
     assert [task.number for task in tasks.take("a", 3)] == [0, 1, 2]
 
 
+def test_what_is_put_back_too_old_is_stale():
+    """A version that came while nobody had it."""
+    tasks = made(batch_size=1, max_staleness=0)
+    (task,) = start(tasks, 1)
+    tasks.finish(task, Outcome.ACCEPTED, 2.0, oldest=0)
+    taken = tasks.take("a", 1)
+    tasks.advance(1)
+    tasks.put_back(taken)
+    assert [one.outcome for one in tasks.take("a", 1)] == [Outcome.STALE]
+
+
+def test_kinds_of_callers_start_in_order_of_submission():
+    """None is preferred: the oldest that may start is next, whoever submitted it."""
+    tasks = made(max_concurrent=3)
+    for owner in ("b", "a", "c", "a"):
+        tasks.submit(owner, None, 0.0)
+    assert [task.number for task in tasks.startable(1.0)] == [0, 1, 2]
+
+
 def test_a_cancelled_task_has_an_outcome_of_its_own():
     """Those that wait end at once; those that run are to be stopped and end when they do."""
     tasks = made(max_concurrent=1)
