@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-COLUMNS = ("reward", "exact", "staleness", "tokens/s", "waits", "loss")
+COLUMNS = ("reward", "exact", "staleness", "tokens/s", "actor waits", "rollout waits", "loss")
+"""The waits are shares of a step: of training for answers, and of generation for work that staleness allows."""
 
 
 class Prompts:
@@ -132,24 +133,29 @@ class Job:
             self.sync.update()
             self.scores["before"] = self.examine()
             self.keep(now=True)
-        began = time.monotonic()
+        began = last = time.monotonic()
         steps = grpo(
             self.train, self.rollout, self.sync, self.prompts,
             workflow="spelling", judge=worth, first=self.step - self.warm, steps=int(self.params["steps"]),
         )  # fmt: skip
         for done in steps:
             self.step = self.warm + done.number + 1
-            figures = numbers_of(done)
+            figures = {**numbers_of(done), **self.rollout.export_stats()}
+            now = time.monotonic()
+            lasted, last = now - last, now
+            busy = figures.get("generate/prefill_s", 0.0) + figures.get("generate/decode_s", 0.0)
+            figures["waits/actor"] = done.waited_s / lasted
+            figures["waits/rollout"] = max(0.0, 1 - busy / (lasted * len(self.rollout.group)))
             self.metrics.log(self.step - 1, figures)
-            whole = done.waited_s + done.train_s + done.update_s
             table.row(
                 done.number,
                 **{
                     "reward": figures["reward"],
                     "exact": figures["exact"],
                     "staleness": figures["staleness/mean"],
-                    "tokens/s": figures["tokens"] / whole,
-                    "waits": f"{done.waited_s / whole:.0%}",
+                    "tokens/s": figures["tokens"] / lasted,
+                    "actor waits": f"{figures['waits/actor']:.0%}",
+                    "rollout waits": f"{figures['waits/rollout']:.0%}",
                     "loss": done.report["loss"],
                 },
             )
