@@ -44,19 +44,25 @@ def token_logprobs(model: nn.Module, batch: Columns) -> tuple[Tensor, Tensor]:
     Both are ``[rows, longest]``, 0 at the first place, which nothing predicts. They are computed in at least float32.
     """
     tokens = _tokens(batch)
+    logs = _distributions(model, tokens)
+    entropy = -(logs.exp() * logs).sum(-1)
+    return _chosen(logs, tokens), F.pad(entropy, (1, 0))
+
+
+def _distributions(model: nn.Module, tokens: Tensor) -> Tensor:
     logits = logits_of(model(tokens))[:, :-1]
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    logs = logits.log_softmax(-1)
-    chosen = logs.gather(-1, tokens[:, 1:, None]).squeeze(-1)
-    entropy = -(logs.exp() * logs).sum(-1)
-    return F.pad(chosen, (1, 0)), F.pad(entropy, (1, 0))
+    return logits.log_softmax(-1)
+
+
+def _chosen(logs: Tensor, tokens: Tensor) -> Tensor:
+    return F.pad(logs.gather(-1, tokens[:, 1:, None]).squeeze(-1), (1, 0))
 
 
 def sft(model: nn.Module, batch: Columns) -> Loss:
     """Cross entropy of the tokens under ``loss_mask``, in nats."""
-    logs, _ = token_logprobs(model, batch)
-    mask = _mask(batch)
-    loss = -(logs * mask).sum()
+    tokens, mask = _tokens(batch), _mask(batch)
+    loss = -(_chosen(_distributions(model, tokens), tokens) * mask).sum()
     return Loss(loss, mask.sum(), {"loss": loss.detach()})
 
 
