@@ -24,7 +24,7 @@ from zbus.runtime.gil import name_thread
 signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 if len(sys.argv) > 1:
     faulthandler.register(signal.SIGUSR2, file=open(sys.argv[1], "a"), all_threads=False, chain=True)
-there, lock = threading.Event(), threading.Lock()
+there, kept, lock = threading.Event(), threading.Event(), threading.Lock()
 def answer():
     name_thread("answer")
     there.set()
@@ -35,6 +35,7 @@ def answer():
 def keep_lock():
     name_thread("keeper")
     with lock:
+        kept.set()
         while True:
             time.sleep(0.01)
 def down(n):
@@ -48,9 +49,11 @@ def aside(work):
     threading.Thread(target=work, daemon=True).start()
 aside(answer)
 there.wait()
-os.write(1, b"!")
 """
-HELD = ["hold()", "aside(hold)\nspin()", "aside(keep_lock)\nhold()"]
+LOCKED = "aside(keep_lock)\nkept.wait()\n"
+"""Begun before the test is told that the process is there: threads that come later are not watched."""
+
+HELD = ["hold()", "aside(hold)\nspin()", LOCKED + "hold()"]
 FREE = ["time.sleep(60)", "spin()", "aside(spin)\nspin()"]
 
 
@@ -58,7 +61,9 @@ FREE = ["time.sleep(60)", "spin()", "aside(spin)\nspin()"]
 def running(code: str, *stacks: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program that has a thread which answers, beside what its main thread does."""
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", PREPARE + code, *stacks], stdin=pipe, stdout=pipe) as process:
+    first = LOCKED if code.startswith(LOCKED) else ""
+    program = f"{PREPARE}{first}os.write(1, b'!')\n{code.removeprefix(first)}"
+    with subprocess.Popen([sys.executable, "-c", program, *stacks], stdin=pipe, stdout=pipe) as process:
         assert process.stdout is not None
         assert process.stdout.read(1) == b"!"
         try:
