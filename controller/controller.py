@@ -73,6 +73,8 @@ log = logging.getLogger("zbus.controller")
 _STOP_ACK_S: Final = 2.0
 _GUEST_S: Final = 5.0
 _RESTART_S: Final = 120.0
+_PREDECESSORS_S: Final = 15.0
+_LOOK_S: Final = 0.02
 
 Entry = tuple[JobRecord, Sequence[Any], Mapping[str, Any]]
 """A role's job with the engine's arguments."""
@@ -434,6 +436,8 @@ class Controller:
             }
 
         world = sum(role.world_size for role in plan.roles.values())
+        if plan.scheduler != "external":
+            _await_predecessors(records, min(_PREDECESSORS_S, plan.startup_timeout / 2))
         leftovers = _leftovers(records, starts_all=plan.scheduler != "external")
         members, directory = self._open_bus(plan.config, records, world, entries, leftovers)
         scheduler, failures = self._schedule(plan)
@@ -910,6 +914,22 @@ def _config_roles(roles: Mapping[str, RoleConfig]) -> dict[str, Role]:
             raise ConfigError(msg, hint=f"set roles.{name}.engine=package.module:Class")
         found[name] = Role.of(role)
     return found
+
+
+def _await_predecessors(records: Records, limit_s: float) -> None:
+    """Wait until the agents of a controller that was killed have ended, as they do once they see that it is gone.
+
+    While they live they hold their ranks, and what they write down of their end would be taken for one of this run.
+    """
+    waiting = {job.role for job in records.jobs() if job.orphans == "wait"}
+    here = pid_space()
+    old = [agent for agent in records.agents() if agent.role not in waiting and agent.pid_space == here]
+    until = time.monotonic() + limit_s
+    while living := [agent for agent in old if is_alive(agent.pid, agent.pid_start)]:
+        if time.monotonic() > until:
+            log.warning("%d agents of the run before still live, such as %s", len(living), living[0].agent)
+            return
+        time.sleep(_LOOK_S)
 
 
 def _leftovers(records: Records, *, starts_all: bool) -> list[int]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from run_kit import DRIVERS, RunKit, run_kit
-from waiting import scaled
+from waiting import scaled, wait_until
 
 pytestmark = pytest.mark.alone
 
@@ -40,6 +40,25 @@ def test_everything_follows_a_killed_controller(kit: RunKit, peers: str) -> None
     running.signal(signal.SIGKILL)
     running.process.wait()
     kit.gone(2.0)
+
+
+def test_a_run_resumed_at_once_waits_for_the_end_of_the_one_before(kit: RunKit) -> None:
+    """An agent that is slow to see its controller's death holds its ranks; it is waited for, and harms nobody."""
+    first = kit.start(driver("idle"), f"params.go={kit.directory / 'never'}", "-t", "t1")
+    first.wait_err("driver")
+    (agent,) = kit.records().agents()
+    os.kill(agent.pid, signal.SIGSTOP)
+    first.signal(signal.SIGKILL)
+    first.process.wait()
+    go = kit.directory / "go"
+    go.touch()
+    second = kit.start(driver("idle"), f"params.go={go}", "-t", "t1", "--resume")
+    wait_until(lambda: (kit.trial.holder() or {}).get("pid") == second.process.pid, what="the second run's lock")
+    assert not [epoch for epoch in kit.records().epochs() if epoch.pid == second.process.pid]
+    os.kill(agent.pid, signal.SIGCONT)
+    done = second.end(60.0)
+    assert done.code == 0, done.err
+    assert "died" not in done.err
 
 
 def test_the_next_launch_sweeps_what_a_killed_controller_left(kit: RunKit) -> None:
