@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from controller import Role
+from controller import Role, RolloutController
 from controller.weights import Limits, WeightSync
 from launching import HERE, launch
 from waiting import scaled, wait_until
@@ -219,6 +219,21 @@ def test_where_no_rank_took_the_weights_generation_goes_on_with_the_old_ones(ben
         report = sync.update()
         assert report.full, "nobody has what the changes were to"
         assert bench.state() == dict.fromkeys(range(3), fine(2, report.digest))
+
+
+def test_a_rollout_controller_knows_what_the_ranks_hold(bench):
+    """The version counts there when ranks have confirmed it, and a stale rank gets no work until it was refreshed."""
+    with RolloutController(bench.bus, "rollout") as rollout:
+        sync = WeightSync(bench.train, rollout, limits=LIMITS)
+        sync.update(1)
+        assert (rollout.get_version(), rollout.stale()) == (1, {})
+        bench.rollout[1].expect({"update": "fail"})
+        sync.update()
+        assert (rollout.get_version(), list(rollout.stale())) == (2, [1])
+        bench.rollout.expect({})
+        assert sync.refresh() == {}
+        assert rollout.stale() == {}
+        sync.close()
 
 
 # -- trainers that fail ----------------------------------------------------------------------------------------------
