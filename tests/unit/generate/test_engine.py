@@ -469,6 +469,27 @@ def test_a_call_that_is_cancelled_frees_its_place(engine, run):
     assert one.do_stats()["generate/cancelled"]["sum"] == [1, 0]
 
 
+def test_a_cancel_during_a_step_disturbs_no_neighbour(engine, run):
+    """The step goes on for the others, and none of them is computed anew."""
+    one = engine("Held")
+    one.pause()
+
+    async def story() -> Completion:
+        Held.hold(3)
+        gone, stays = (asyncio.create_task(ask(one, prompt)) for prompt in ([1, 2], [7, 8]))
+        await asyncio.sleep(0)
+        one.resume()
+        await asyncio.to_thread(wait_until, Held.held.is_set)
+        gone.cancel()
+        await asyncio.sleep(0)
+        Held.go.set()
+        return await stays
+
+    answer = run(story())
+    assert one.do_stats()["generate/prefill_steps"]["sum"] == [1, 0]
+    assert answer.ids.tolist() == reference(one.model, [7, 8], 12)[0]
+
+
 def test_a_stream_gives_tokens_while_they_are_made_and_frees_its_place_when_closed(engine, run):
     """The first tokens are there while the model stands still; leaving the loop ends the request."""
     one = engine("Held", max_batch=1)

@@ -114,6 +114,23 @@ def test_a_reward_that_hangs_is_killed_and_named(tmp_path):
     assert lines == ["first", *(f"behind {n}" for n in range(20))], "each was called once"
 
 
+def test_a_result_does_not_wait_for_the_slow_call_behind_it(tmp_path):
+    """Of calls that travelled together each result comes when it is there, also where the next one never returns."""
+    with pool(timeout_s=scaled(1000)) as rewards:
+        rewards.wait_ready()
+
+        async def two_at_once() -> int:
+            first = asyncio.create_task(rewards.acall("same", 5))
+            hangs = asyncio.create_task(rewards.acall("mark", str(tmp_path / "log"), "x", True))
+            await asyncio.to_thread(wait_until, (tmp_path / "log").exists)
+            found: int = await asyncio.wait_for(first, scaled(10))
+            assert not hangs.done()
+            hangs.cancel()
+            return found
+
+        assert asyncio.run(two_at_once()) == 5
+
+
 @pytest.mark.parametrize(("name", "how"), [("crash", "killed by SIGSEGV"), ("leave", "exited with code 7")])
 def test_a_reward_that_ends_its_process_is_named_with_how(name, how):
     """The error says how the process ended; the next call has another one."""

@@ -36,6 +36,10 @@ _COMMAND: Final = (sys.executable, "-P", "-m", "zbus.rl.rewards.process")
 _MOST_CHUNK: Final = 256
 _CHUNK_S: Final = 0.05
 """So long a chunk may take, by what calls took lately; a single call may take longer."""
+_LOOK_NS: Final = 2_000_000
+_LOOK_MOST_NS: Final = 50_000_000
+"""A process tells of the end of a chunk, and before that at its own pace: while it is in a call with others before and
+behind it, results that stand already are looked for, first after the one time, then ever later, up to the other."""
 _SEND_S: Final = 10.0
 _SHOWN: Final = 80
 
@@ -62,6 +66,8 @@ class _Process:
     calls: deque[_Call] = field(default_factory=deque)  # of its chunk, those that have no result
     read: int = 0
     since_ns: int = 0  # when the call that it is at began
+    look_ns: int = 0
+    pause_ns: int = _LOOK_NS
 
 
 class RewardPool:
@@ -243,6 +249,8 @@ class RewardPool:
         process.read = 0
         process.since_ns = time.monotonic_ns()
         process.deadline_ns = process.since_ns + round(chunk[0].timeout_s * 1e9)
+        process.pause_ns = _LOOK_NS
+        process.look_ns = process.since_ns + _LOOK_NS
         os.ftruncate(process.results, 0)
         with contextlib.suppress(OSError):  # it is gone, which is seen at once
             send(process.socket, [call.piece for call in chunk])
@@ -256,6 +264,8 @@ class RewardPool:
             poller.register(process.socket, select.POLLIN)
             if process.calls or not process.ready:
                 deadline = min(deadline or process.deadline_ns, process.deadline_ns)
+            if len(process.calls) > 1:
+                deadline = min(deadline or process.look_ns, process.look_ns)
         left_ms = None if deadline is None else max(0, -(-(deadline - time.monotonic_ns()) // 1_000_000))
         poller.poll(left_ms)
         with contextlib.suppress(BlockingIOError):
@@ -315,6 +325,8 @@ class RewardPool:
                 done.append((call.waiter, decode(record.frames), None))
             else:
                 done.append((call.waiter, None, self._rebuilt(call.name, record.frames, process)))
+        process.pause_ns = _LOOK_NS if done else min(2 * process.pause_ns, _LOOK_MOST_NS)
+        process.look_ns = time.monotonic_ns() + process.pause_ns
         _settle(done)
 
     def _bury(self, process: _Process, *, hung: _Call | None) -> None:
