@@ -77,6 +77,9 @@ class Trainer(PublishesWeights, TrainEngine):
         super().do_broadcast(name)
 
     def do_save_weights(self, path: str) -> dict[str, Any]:
+        if self.trouble.what.get("save"):
+            path_ = Path(path)
+            path_.with_name(f".{path_.name}.part-half").mkdir(parents=True)  # as a kill in the middle leaves it
         self.trouble.at("save")
         return super().do_save_weights(path)
 

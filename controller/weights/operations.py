@@ -142,6 +142,8 @@ class Operations:
     def _fresh_directory(self, version: int) -> Path:
         assert self._directory is not None  # noqa: S101  # checked where it is given
         directory = self._directory.absolute()
+        for left in directory.glob(".v*.part-*"):  # by a trainer that was killed while it wrote
+            shutil.rmtree(left, ignore_errors=True)
         return next(path for number in self._numbers
                     if not (path := directory / f"v{version}-{number}").exists())  # fmt: skip
 
