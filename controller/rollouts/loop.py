@@ -8,15 +8,19 @@ between the two.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from zbus.errors import ConfigError
 
 __all__ = ["OwnLoop"]
+
+_GRACE_S: Final = 1.0
+"""How long what was cancelled has to end when the loop is closed."""
 
 T = TypeVar("T")
 
@@ -89,8 +93,9 @@ class OwnLoop:
             future.add_done_callback(lambda one: one.cancelled() and loop.call_soon_threadsafe(task.cancel))
 
         try:
-            loop = self._running()
-            loop.call_soon_threadsafe(start)
+            with self._lock:  # it is begun before `close` looks for what still runs, or refused
+                loop = self._running()
+                loop.call_soon_threadsafe(start)
         except BaseException:
             operation.close()
             raise
@@ -106,15 +111,15 @@ class OwnLoop:
             loop.call_soon_threadsafe(undo, future.result())
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._closed:
-                msg = f"{self._name} was destroyed"
-                raise ConfigError(msg, hint="make a new one")
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
-                self._thread.start()
-            return self._loop
+        """Return the loop, begun if it was not; the lock is held."""
+        if self._closed:
+            msg = f"{self._name} was destroyed"
+            raise ConfigError(msg, hint="make a new one")
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
+            self._thread.start()
+        return self._loop
 
 
 def _hand_over(future: Future[T], undo: Callable[[T], object] | None, task: asyncio.Task[T]) -> None:
@@ -136,5 +141,8 @@ async def _wind_up(last: Callable[[], Coroutine[Any, Any, None]]) -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    await asyncio.get_running_loop().shutdown_asyncgens()
+    if others:  # but one that goes on though it was cancelled would be waited for for ever
+        await asyncio.wait(others, timeout=_GRACE_S)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_GRACE_S):
+            await asyncio.get_running_loop().shutdown_asyncgens()

@@ -96,7 +96,7 @@ class Staleness:
             self.free -= 1
 
     def dropped(self) -> None:
-        """One that was accepted became too old before it was taken: another may take its place."""
+        """One that was accepted became too old before it was taken, or was forgotten: another may take its place."""
         self.accepted -= 1
 
     def advance(self, version: int, waiting: int) -> None:

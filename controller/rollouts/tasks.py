@@ -157,6 +157,8 @@ class Tasks:
             return
         for task in (*store.queued, *store.running):
             task.abandoned = True
+        for task in store.ready:
+            self._forgotten(task)
         self._taken(store.ready, store, owner)
         store.ready = []
         self._clear(owner, store)
@@ -279,6 +281,7 @@ class Tasks:
         self.counts[outcome] += 1
         store = self._store(task.owner)
         if task.abandoned:
+            self._forgotten(task)
             self._taken([task], store, task.owner)
         else:
             insort(store.ready, task)
@@ -289,6 +292,11 @@ class Tasks:
         self.taken += len(tasks)
         self._clear(owner, store)
         return tasks
+
+    def _forgotten(self, task: Task) -> None:
+        """What was accepted and is used for no version leaves its place to another."""
+        if task.outcome is Outcome.ACCEPTED and task.counts:
+            self.staleness.dropped()
 
     def _clear(self, owner: Hashable, store: _Store) -> None:
         if not len(store):

@@ -202,6 +202,18 @@ def test_a_reward_that_cannot_be_imported_fails_the_start():
     assert caught.value.remote_type == EngineLoadError.__name__
 
 
+def test_a_process_killed_before_it_read_anything_ends_no_pool(monkeypatch):
+    """Its end is told with how it ended, and the next call has a process of its own."""
+    unread = "import select, sys; select.select([int(sys.argv[2])], [], []); sys.exit(3)"
+    with monkeypatch.context() as patched:
+        patched.setattr("zbus.rl.rewards.pool._COMMAND", (sys.executable, "-c", unread))
+        rewards = pool()
+        with pytest.raises(RewardError, match="its process exited with code 3"):
+            rewards.wait_ready()
+    with rewards:
+        assert rewards.call("same", 1) == 1
+
+
 def test_functions_of_a_module_can_be_given_themselves():
     """The driver's own pool takes the function; one that is not importable is refused at once."""
     with RewardPool({"d": reward_functions.distance}) as rewards:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 
@@ -727,6 +728,46 @@ def test_destroy_tells_who_waits_and_leaves_no_thread(made):
     assert not [one for one in threading.enumerate() if one.name == "zbus-rollout-rollout"]
     with pytest.raises(ConfigError, match="was destroyed"):
         rollout.submit("b")
+
+
+class Deaf:
+    """Goes on though it is cancelled, until the test lets it end."""
+
+    def __init__(self) -> None:
+        self.begun = self.open = False
+
+    async def run_episode(self, engine, data):
+        self.begun = True
+        while not self.open:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(scaled(60))
+
+
+def test_destroy_leaves_a_workflow_behind_that_goes_on_though_cancelled(made, monkeypatch, caplog):
+    """It is told in the log, and destroy returns."""
+    monkeypatch.setattr("controller.rollouts.driver._GRACE_S", 0.05)
+    monkeypatch.setattr("controller.rollouts.loop._GRACE_S", 0.05)
+    rollout, deaf = made(), Deaf()
+    rollout.submit("a", deaf)
+    wait_until(lambda: deaf.begun, what="the start")
+    end = threading.Thread(target=rollout.destroy, daemon=True)
+    end.start()
+    end.join(scaled(10))
+    deaf.open = True
+    assert not end.is_alive()
+    assert "1 workflows go on though they were cancelled" in caplog.text
+
+
+def test_what_is_forgotten_leaves_its_place_to_others(made):
+    """Accepted rollouts that a cancel forgets are used for no version: others start at once."""
+    rollout = made(batch_size=2, max_staleness=0)
+    for item in "ab":
+        rollout.submit(item, "spell")
+    wait_until(lambda: len(rollout._driver.tasks.peek("submit")) == 2, what="two results")
+    rollout.cancel()
+    for item in "cd":
+        rollout.submit(item, "spell")
+    assert [one.data for one in rollout.wait(2, timeout=scaled(20))] == ["c", "d"]
 
 
 def test_an_interrupted_wait_loses_nothing(made):

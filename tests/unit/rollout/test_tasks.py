@@ -150,6 +150,16 @@ def test_kinds_of_callers_start_in_order_of_submission():
     assert [task.number for task in tasks.startable(1.0)] == [0, 1, 2]
 
 
+def test_what_is_accepted_after_it_was_forgotten_counts_for_no_version():
+    """It ended well in spite of its cancel; nobody uses it, so another takes its place."""
+    tasks = made(batch_size=1, max_staleness=0)
+    (task,) = start(tasks, 1)
+    tasks.abandon("a")
+    tasks.finish(task, Outcome.ACCEPTED, 2.0, oldest=0)
+    tasks.submit("a", None, 3.0)
+    assert [one.number for one in tasks.startable(3.0)] == [1]
+
+
 def test_a_cancelled_task_has_an_outcome_of_its_own():
     """Those that wait end at once; those that run are to be stopped and end when they do."""
     tasks = made(max_concurrent=1)

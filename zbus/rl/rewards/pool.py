@@ -170,7 +170,7 @@ class RewardPool:
                 why = "was not called: the pool is closed"
                 raise self._error(why, calls[0] if calls else None)
             self._queue.extend(calls)
-        os.eventfd_write(self._wake, 1)
+            os.eventfd_write(self._wake, 1)  # under the lock: after `close` its number may be another file's
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -285,7 +285,8 @@ class RewardPool:
     def _await_ready(self, process: _Process) -> None:
         told: bytearray | None = None
         if _readable(process.socket.fileno()):
-            told = receive(process.socket)
+            with contextlib.suppress(OSError):  # killed before it read: a reset, where an end would be told otherwise
+                told = receive(process.socket)
             if told is not None and not told:
                 process.ready = True
                 if not self._started.done():
