@@ -10,7 +10,7 @@ import collections
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, Final, Protocol, runtime_checkable
+from typing import Annotated, Any, Final
 
 import msgpack
 import msgspec
@@ -40,13 +40,17 @@ NOT_PLAIN: Final[Any] = object()
 _FIELD_ERRORS: Final = "the fields of this part do not fit its kind"
 
 
-@runtime_checkable
-class Lender(Protocol):
-    """The object behind a buffer whose bytes stay as they are for as long as any view of it lives."""
+class Lender:
+    """The object behind a buffer whose bytes stay as they are for as long as any view of it lives.
+
+    A base and no protocol: whether a buffer has such an object is asked for every array that arrives.
+    """
+
+    __slots__ = ()
 
     def private(self) -> memoryview:
         """Return the same bytes in memory that is writable and nobody else's."""
-        ...
+        raise NotImplementedError
 
 
 class Decoder:

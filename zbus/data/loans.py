@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from zbus.codec.decoder import Lender
 from zbus.data.arena import COLUMNS, LEDGER, READER, ROWS
 from zbus.data.borrowed import Borrowed
 from zbus.data.lease import DESCRIPTOR, MAGIC
@@ -31,7 +32,7 @@ def is_descriptor(frame: Buffer) -> bool:
     return len(frame) == DESCRIPTOR.size and frame[:4] == MAGIC
 
 
-class Lent(np.ndarray[Any, Any]):
+class Lent(np.ndarray[Any, Any], Lender):
     """Bytes of somebody else's slot, read-only. The slot is given back when this and all views of it are gone."""
 
     source: _Source | None = None

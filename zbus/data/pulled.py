@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from zbus.codec.decoder import Lender
+
 __all__ = ["Pulled"]
 
 
-class Pulled(np.ndarray[Any, Any]):
+class Pulled(np.ndarray[Any, Any], Lender):
     """Bytes that were pulled; see ``zbus.codec.decoder.Lender``."""
 
     def private(self) -> memoryview:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from zbus.codec.decoder import Lender
 from zbus.protocol.messages import Buffer
 
 __all__ = ["Shown", "keeping"]
@@ -23,7 +24,7 @@ def keeping(memory: mmap.mmap, nbytes: int, keeps: object, offset: int = 0) -> n
     return made
 
 
-class Shown(np.ndarray[Any, Any]):
+class Shown(np.ndarray[Any, Any], Lender):
     """Bytes of this process's own that are kept for others, read in place; see ``zbus.codec.decoder.Lender``."""
 
     @classmethod
