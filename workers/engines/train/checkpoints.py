@@ -20,11 +20,12 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
-    set_state_dict,
+    set_optimizer_state_dict,
 )
 
+from workers.engines.train.parallel import is_sharded
 from zbus.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ __all__ = ["load", "save"]
 _FORMAT: Final = 1
 _HEAD: Final = "trainer.json"
 _MODEL: Final = "model.safetensors"
+_STATE: Final = "optimizer.state."
 _KINDS: Final = ("checkpoint", "model")
 
 
@@ -53,8 +55,10 @@ def save(trainer: Trainer, path: str, kind: str, version: int) -> dict[str, Any]
     folder.mkdir(parents=True, exist_ok=True)
     if kind == "model":
         return {"path": path, "kind": kind, "nbytes": _save_model(trainer, folder)}
-    model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder, no_dist=trainer.place.world == 1)
+    state = {"model": get_model_state_dict(trainer.model)}
+    if trainer.optimizer.state:  # torch would make up a state where there is none yet, and the optimizer keep it
+        state["optimizer"] = get_optimizer_state_dict(trainer.model, trainer.optimizer)
+    dcp.save(state, checkpoint_id=folder)
     nbytes = _save_generators(folder / f"generators.{trainer.place.rank}.npz")
     if trainer.place.rank == 0:
         head = {
@@ -82,12 +86,11 @@ def load(trainer: Trainer, path: str, kind: str) -> dict[str, Any]:
         _load_model(trainer, folder / _MODEL if folder.is_dir() else folder)
         return {"path": path, "kind": kind}
     head = _read_head(folder)
-    model, optimizer = get_state_dict(trainer.model, trainer.optimizer)
-    state = {"model": model, "optimizer": optimizer}
-    _check_tensors(folder, state)
+    model = get_model_state_dict(trainer.model)
+    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    _check_tensors(folder, stored, model)
     trainer.zero_grad()
-    dcp.load(state, checkpoint_id=folder, no_dist=trainer.place.world == 1)
-    set_state_dict(trainer.model, trainer.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    _load_state(trainer, folder, model, {name.removeprefix(_STATE) for name in stored if name.startswith(_STATE)})
     trainer.steps = head["steps"]
     trainer.move_to(head["position"])
     same = head["world"] == trainer.place.world
@@ -99,10 +102,31 @@ def load(trainer: Trainer, path: str, kind: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _load_state(trainer: Trainer, folder: Path, model: dict[str, Any], kept: set[str]) -> None:
+    """Take over model and optimizer. ``kept``: names of the optimizer's tensors, each after its parameter's."""
+    optimizer = trainer.optimizer
+    optimizer.state.clear()
+    if not kept:
+        dcp.load({"model": model}, checkpoint_id=folder)
+        set_model_state_dict(trainer.model, model)
+        return
+    # Torch makes a state for every parameter here, and the optimizer had one only where a gradient ever came.
+    state = get_optimizer_state_dict(trainer.model, optimizer)
+    blank = [name for name, own in state["state"].items() if not any(f"{name}.{key}" in kept for key in own)]
+    there = {name: own for name, own in state["state"].items() if name not in blank}
+    wanted = {"model": model, "optimizer": {**state, "state": there}}
+    dcp.load(wanted, checkpoint_id=folder)
+    set_model_state_dict(trainer.model, model)
+    set_optimizer_state_dict(trainer.model, optimizer, state)
+    parameters = dict(trainer.model.named_parameters(remove_duplicate=False))
+    for name in blank:
+        optimizer.state.pop(parameters[name], None)
+
+
 def _full_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return all weights by name on the CPU, on rank 0; an empty dict on others. Collective where they are sharded."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    sharded = trainer.place.mesh is not None and trainer.place.world > 1
+    sharded = any(map(is_sharded, trainer.model.parameters()))
     state = get_model_state_dict(trainer.model, options=options) if sharded else trainer.model.state_dict()
     return {} if trainer.place.rank else {name: tensor.detach().cpu() for name, tensor in state.items()}
 
@@ -170,13 +194,12 @@ def _read_head(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _check_tensors(folder: Path, state: Mapping[str, Mapping[str, Any]]) -> None:
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+def _check_tensors(folder: Path, stored: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     found = {
         name.removeprefix("model."): tuple(entry.size) for name, entry in stored.items()
         if name.startswith("model.") and hasattr(entry, "size")
     }  # fmt: skip
-    wanted = {name: tuple(tensor.shape) for name, tensor in state["model"].items() if hasattr(tensor, "shape")}
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.items() if hasattr(tensor, "shape")}
     if wanted != found:
         raise ValueError(_difference(str(folder), wanted, found))
 

@@ -87,6 +87,18 @@ class Replica:
         waits: AbstractContextManager[Any] = self._ddp.no_sync()
         return waits
 
+    def part(self) -> None:
+        """Let go of gathered weights, before those of this rank change: what was only looked at keeps some for later.
+
+        They are not gathered anew while they are there, so the next pass would run on what was before the change.
+        """
+        if self.in_parts:
+            from torch.distributed.fsdp import FSDPModule
+
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
     def _cast(self) -> AbstractContextManager[Any]:
         if self._dtype is None:
             return nullcontext()

@@ -205,6 +205,7 @@ class Trainer:
                 return {**report, "skipped": part("max", 1)}
             msg = f"the gradient of loss {name!r} is not finite (norm {norm}), so no step was taken"
             raise FloatingPointError(msg)
+        self._replica.part()
         with span("optimizer", category="compute"):
             self.optimizer.step()
         self.zero_grad()
@@ -231,6 +232,7 @@ class Trainer:
         """Move weights and optimizer state to another device, or (None) back to their own. Gradients are forgotten."""
         target = self.place.device if device is None else torch.device(device)
         self.zero_grad()
+        self._replica.part()
         self.model.to(target)
         for state in self.optimizer.state.values():
             for key, value in state.items():
