@@ -153,8 +153,8 @@ class RolloutEngine(zbus.Engine):
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="idempotent")
     def set_version(self, version: int) -> int:
         """Name the weights that are there; updates do it themselves."""
-        self._version = version
         self.do_version(version)
+        self._version = version
         return version
 
     # -- the rest ----------------------------------------------------------------------------------------------------
