@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from zbus.config import write_atomically
+from zbus.config import sync_to_disk, write_atomically
 from zbus.errors import RecoverError
 
 __all__ = ["MANIFEST", "SCHEMA", "Dumps", "Name"]
@@ -156,8 +156,8 @@ class Dumps:
             with self.writing(step):
                 _seal(temp, name)
                 temp.rename(self.path(name))
-                _sync(self.directory)
-                _sync(self.directory.parent)
+                sync_to_disk(self.directory)
+                sync_to_disk(self.directory.parent)
                 self._write_note(name)
         except BaseException:
             shutil.rmtree(temp, ignore_errors=True)
@@ -193,7 +193,7 @@ class Dumps:
                     target = self.directory / f"broken-{name}-{os.urandom(4).hex()}"
                     self.path(name).rename(target)
                     moved.append(target)
-            _sync(self.directory)
+            sync_to_disk(self.directory)
             self._write_note(newest)
         except OSError as error:
             msg = f"a broken dump in {self.directory} could not be set aside: {error.strerror}"
@@ -222,7 +222,7 @@ class Dumps:
 
     def _write_note(self, name: Name) -> None:
         write_atomically(self.note, json.dumps({"schema": SCHEMA, "newest": str(name)}) + "\n")
-        _sync(self.note.parent)
+        sync_to_disk(self.note.parent)
 
 
 def _seal(directory: Path, name: Name) -> None:
@@ -230,11 +230,11 @@ def _seal(directory: Path, name: Name) -> None:
     files = {}
     for path in sorted(_files(directory)):
         files[path.relative_to(directory).as_posix()] = {"bytes": path.stat().st_size, "blake2b": _digest(path)}
-        _sync(path)
+        sync_to_disk(path)
     body = {"schema": SCHEMA, "name": str(name), "files": files}
     write_atomically(directory / MANIFEST, json.dumps({**body, "blake2b": _digest_of(body)}, indent=1) + "\n")
     for place, _, _ in os.walk(directory, topdown=False):
-        _sync(Path(place))
+        sync_to_disk(Path(place))
 
 
 def _files(directory: Path) -> Iterator[Path]:
@@ -286,11 +286,3 @@ def _digest(path: Path) -> str:
 
 def _blake2b() -> Any:
     return hashlib.blake2b(digest_size=32)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

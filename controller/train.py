@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from controller.group import Group
 from controller.outcomes import spans
 from controller.trajectories import as_batch, fill_up, per_item, rows_of
+from zbus.config import sync_to_disk
 from zbus.engine import Mesh, Split
 from zbus.errors import ConfigError, StartupError
 from zbus.retry import duration_s
@@ -355,12 +356,12 @@ class TrainController:
         try:
             self.group.save.options(deadline=deadline)(str(temp), kind)
             for file in [*temp.rglob("*"), temp]:
-                _sync(file)
+                sync_to_disk(file)
             temp.rename(target)
         except BaseException:
             shutil.rmtree(temp, ignore_errors=True)
             raise
-        _sync(target.parent)
+        sync_to_disk(target.parent)
         return target
 
     def load(
@@ -438,11 +439,3 @@ def _first_rows(answer: Any, count: int) -> Any:
     if isinstance(answer, Mapping):
         return {key: _first_rows(column, count) for key, column in answer.items()}
     return answer[:count]
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from zbus.config.trialdir import DEFAULT_ROOT, TrialDir, new_trial_name, write_atomically
+from zbus.config.trialdir import DEFAULT_ROOT, TrialDir, new_trial_name, sync_to_disk, write_atomically
 from zbus.config.values import format_duration, format_size, parse_duration, parse_size
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ __all__ = [
     "new_trial_name",
     "parse_duration",
     "parse_size",
+    "sync_to_disk",
     "write_atomically",
 ]
 

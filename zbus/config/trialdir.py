@@ -18,7 +18,7 @@ from typing import Any, Final
 from zbus import names
 from zbus.errors import ConfigError, TrialError
 
-__all__ = ["DEFAULT_ROOT", "TrialDir", "new_trial_name", "write_atomically"]
+__all__ = ["DEFAULT_ROOT", "TrialDir", "new_trial_name", "sync_to_disk", "write_atomically"]
 
 DEFAULT_ROOT: Final = "zbus-runs"
 _SUBDIRS: Final = ("registry", "keys", "logs", "traces", "crash", "stacks", "journal", "checkpoints")
@@ -57,6 +57,19 @@ def write_atomically(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             temp.unlink()
         raise
+
+
+def sync_to_disk(path: Path) -> None:
+    """Return when a file, or the entries of a directory, would outlive a power cut.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)

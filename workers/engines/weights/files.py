@@ -5,7 +5,6 @@ A directory is never written again: a reader may have it mapped, and would see n
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from workers.engines.weights.tensors import as_tensor
+from zbus.config import sync_to_disk
 from zbus.errors import ConfigError
 from zbus.rl.weights import Bytes, Manifest, TensorInfo, manifest_of, views
 
@@ -45,8 +45,8 @@ def save(path: Path, manifest: Manifest, data: Bytes, *, digest: str, full: bool
         tensors = {info.name: as_tensor(info, view) for info, view in views(manifest, data)}
         save_file(tensors, file, {"format": "pt", _FULL: str(full).lower(), _DIGEST: digest})
         nbytes = file.stat().st_size
-        _sync(file)
-        _sync(part)
+        sync_to_disk(file)
+        sync_to_disk(part)
         try:
             part.rename(path)
         except OSError as error:
@@ -54,18 +54,10 @@ def save(path: Path, manifest: Manifest, data: Bytes, *, digest: str, full: bool
                 raise
             msg = f"weights directory {str(path)!r} is there already, and is never written again"
             raise ConfigError(msg, hint="name a new directory for each version") from error
-        _sync(path.parent)
+        sync_to_disk(path.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return nbytes
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)
