@@ -218,16 +218,17 @@ class Driver:
         Raises:
             ConfigError: The controller was destroyed.
         """
-        began = time.monotonic()
+        began = told = time.monotonic()
         while not done():
             self._check_open()
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             try:
-                async with asyncio.timeout(every_s):
+                async with asyncio.timeout(told + every_s - time.monotonic()):  # changes that do not help put off no line
                     await waiter
             except TimeoutError:
-                log.warning("waiting for %.0f s: %s", time.monotonic() - began, report())
+                told = time.monotonic()
+                log.warning("waiting for %.0f s: %s", told - began, report())
             finally:
                 if waiter in self._waiters:
                     self._waiters.remove(waiter)

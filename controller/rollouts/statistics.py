@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from controller.rollouts.results import Rollout
 
 if TYPE_CHECKING:
     from controller.rollouts.control import Answers
     from controller.rollouts.driver import Driver
+    from zbus.rl.stats import Stats
 
 __all__ = ["Counters"]
+
+_MOST: Final = 4096
+"""So many rollouts are noted one by one, then added up."""
 
 
 class Counters:
@@ -22,6 +26,7 @@ class Counters:
         self._lock = threading.Lock()
         self._seen: dict[str, int] = {}
         self._times: dict[str, list[float]] = {}
+        self._own: Stats | None = None
 
     def handed_out(self, rollouts: Iterable[Rollout], version: int) -> None:
         """Note rollouts that a caller gets while ``version`` counts."""
@@ -31,6 +36,8 @@ class Counters:
                 self._times.setdefault("ran_s", []).append(one.ran_s)
                 if one.accepted and one.oldest is not None:
                     self._times.setdefault("staleness", []).append(float(version - one.oldest))
+            if len(self._times.get("ran_s", ())) >= _MOST:
+                self._add_up()
 
     def export(self, driver: Driver, answers: Answers) -> dict[str, float]:
         """Return statistics since the last time, with those of the ranks merged.
@@ -38,17 +45,14 @@ class Counters:
         Raises:
             ValueError: Ranks declare a key differently, or hand over no statistics; key and place are named.
         """
-        from zbus.rl.stats import Stats, merge, values  # numpy is needed here, not to run rollouts
+        from zbus.rl.stats import merge, values  # numpy is needed here, not to run rollouts
 
-        own = Stats()
-        with self._lock, own.scope("rollout"):
-            counts, self._seen = self._seen, dict(driver.tasks.counts)
-            times, self._times = self._times, {}
-            for name, count in self._seen.items():
-                own.scalar({str(name): count - counts.get(name, 0)}, reduce="sum")
-            for name, numbers in times.items():
-                for number in numbers:
-                    own.scalar({name: number})
+        with self._lock:
+            own, self._own = self._add_up(), None
+            before, self._seen = self._seen, dict(driver.tasks.counts)
+            counts = {str(name): count - before.get(name, 0) for name, count in self._seen.items()}
+        with own.scope("rollout"):
+            own.scalar(counts, reduce="sum")
             queued, running, ready = driver.tasks.tally()
             stale = len(driver.routes.stale())
             own.scalar(
@@ -56,3 +60,17 @@ class Counters:
                 ranks_stale=stale, ranks_missing=len(answers.missing),
             )  # fmt: skip
         return values(merge([own.export(), *answers.values.values()]))
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _add_up(self) -> Stats:
+        """Add the numbers noted so far to the statistics, which stay small though nobody asks for them; lock held."""
+        from zbus.rl.stats import Stats  # see `export`
+
+        own = self._own = self._own or Stats()
+        with own.scope("rollout"):
+            for name, numbers in self._times.items():
+                for number in numbers:
+                    own.scalar({name: number})
+        self._times = {}
+        return own

@@ -692,6 +692,18 @@ def test_statistics_are_own_and_of_the_ranks(made):
     assert (again["rollout/submitted"], again["episodes"]) == (0, 0)
 
 
+def test_statistics_that_nobody_asks_for_stay_small(made, monkeypatch):
+    """What was noted is added up now and then; when asked for, it is all there."""
+    monkeypatch.setattr("controller.rollouts.statistics._MOST", 4)
+    rollout = made()
+    ran = [one.ran_s for _ in range(3) for one in rollout.rollout_batch(range(3), "spell", timeout=scaled(20))]
+    assert all(len(numbers) < 4 for numbers in rollout._parts.counters._times.values())
+    stats = rollout.export_stats()
+    assert stats["rollout/ran_s"] == pytest.approx(np.mean(ran))
+    assert (stats["rollout/submitted"], stats["rollout/staleness"]) == (9, 0)
+    assert np.isnan(rollout.export_stats().get("rollout/ran_s", np.nan))
+
+
 def test_tracing_goes_by_the_role(inline, made):
     """B59: None calls nobody where nothing was configured, another kind of config is refused."""
     rollout = made()

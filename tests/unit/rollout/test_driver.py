@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 
 import pytest
@@ -190,6 +191,23 @@ def test_a_workflow_that_exits_ends_only_its_rollout():
         await settle()
         ranks.answer("y", 1)
         assert [one.outcome for one in await taken(made, 2)] == [Outcome.FAILED, Outcome.ACCEPTED]
+        await made.close()
+
+    asyncio.run(story())
+
+
+def test_a_long_wait_is_told_though_something_happens_all_the_time(caplog):
+    """Changes that do not end the wait put off no line of the log."""
+
+    async def story() -> None:
+        made = driver(FakeRanks(1))
+        waiter = asyncio.create_task(made.until(lambda: False, lambda: "a thing", 0.05))
+        deadline = time.monotonic() + scaled(20)
+        while "a thing" not in caplog.text and time.monotonic() < deadline:
+            made.pause(paused=False)
+            await asyncio.sleep(0.001)
+        waiter.cancel()
+        assert "s: a thing" in caplog.text
         await made.close()
 
     asyncio.run(story())
