@@ -224,7 +224,9 @@ class Driver:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             try:
-                async with asyncio.timeout(told + every_s - time.monotonic()):  # changes that do not help put off no line
+                async with asyncio.timeout(
+                    told + every_s - time.monotonic()
+                ):  # changes that do not help put off no line
                     await waiter
             except TimeoutError:
                 told = time.monotonic()
