@@ -19,6 +19,7 @@ from controller.rollout import Rollout, RolloutController, Workflow
 from controller.train import TrainController
 from controller.weights import WeightSync
 from zbus import trace
+from zbus.errors import ConfigError
 from zbus.rl.advantages import group_advantages
 from zbus.rl.batches import concat
 
@@ -89,6 +90,8 @@ def grpo(
 ) -> Iterator[GRPOStep]:
     """Take steps ``first`` to ``steps`` and yield after each, its weights already with the ranks that generate.
 
+    Each is also a step of the learning-rate schedule.
+
     Args:
         train: Initialised.
         rollout: Its ``batch_size`` is the number of episodes of a step, its ``max_staleness`` how far generation runs
@@ -101,16 +104,23 @@ def grpo(
         judge: Tells what each row is worth.
         prepare: Makes the batch of a step out of its rows, such as with columns that another role computes.
         loss: Name of the loss.
+
+    Raises:
+        ConfigError: ``prompts`` came to an end.
     """
     for number in range(first, steps):
         began = time.monotonic()
         with trace.span("wait for rollouts", "sync", step=number):
             rollouts = rollout.prepare_batch(prompts, workflow)
+        if not rollouts:
+            msg = f"the prompts ended before step {number} of {steps}"
+            raise ConfigError(msg, hint="pass what can be iterated anew, such as a list, or fewer steps")
         rows = prepare(grpo_batch([one.value for one in rollouts], judge=judge))
         ready = time.monotonic()
         version = rollout.get_version()
         with trace.span("train", "compute", step=number):
             report = train.train_batch(rows, loss)
+            train.lr_scheduler_step()
         trained = time.monotonic()
         with trace.span("update weights", "comm", step=number):
             sync.update()

@@ -57,7 +57,8 @@ def main(run: Run) -> dict[str, float]:
         ) as rollout,
         open_metrics(run.trial_dir, params["metrics"]) as metrics,
     ):
-        job = Job(params, words, heldout, train, rollout, WeightSync(train, rollout, path=params["weights"]), metrics)
+        sync = WeightSync(train, rollout, path=params["weights"], directory=run.trial_dir.checkpoints / "weights")
+        job = Job(params, words, heldout, train, rollout, sync, metrics)
         job.recover = Recover.of(run, engines={"actor": train}, every_steps=params["checkpoint_every"])
         job.begin(resume=run.resume)
         with run.table(["loss"], params["warm_start"], "sft") as table:

@@ -61,16 +61,21 @@ def overlap(one: list[tuple[float, float]], other: list[tuple[float, float]]) ->
 
 
 def test_the_job_learns_from_the_dictionary_then_from_its_own_answers_and_resumes(tmp_path: Path):
-    """Each step is logged once, also over a run that goes on from the dump of another; the report draws them."""
-    first = run(tmp_path, "-t", "one", "params.steps=2", *SMALL)
+    """Each step is logged once, also over a run that goes on from the dump of another; the report draws them.
+
+    The learning rate goes on in its schedule from step to step, and weights go by files as well.
+    """
+    first = run(tmp_path, "-t", "one", "params.steps=2", "params.weights=disk", *SMALL)
     assert first["status"] == "ok"
     assert first["metrics"]["steps"] == 6
     trial = Path(first["trial_dir"])
     second = run(tmp_path, "-t", "one", "--resume", "params.steps=5", *SMALL)
     assert (second["metrics"]["steps"], second["metrics"]["resumed_from"]) == (9, 6)
     assert second["metrics"]["reward_before"] == first["metrics"]["reward_before"]
-    steps = [json.loads(line)["step"] for line in (trial / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(9))
+    rows = [json.loads(line) for line in (trial / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(9))
+    rates = [row["grpo/lr"] for row in rows if "grpo/lr" in row]
+    assert rates == pytest.approx([0.003 * (step + 1) / 21 for step in range(4, 9)])  # the warm-up of the schedule
     assert second["metrics"]["reward_gain"] == pytest.approx(
         second["metrics"]["reward_after"] - second["metrics"]["reward_before"]
     )

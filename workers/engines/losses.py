@@ -45,7 +45,8 @@ def token_logprobs(model: nn.Module, batch: Columns) -> tuple[Tensor, Tensor]:
     """
     tokens = _tokens(batch)
     logs = _distributions(model, tokens)
-    entropy = -(logs.exp() * logs).sum(-1)
+    # A word that the model rules out has the logarithm -inf, and adds nothing.
+    entropy = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1)
     return _chosen(logs, tokens), F.pad(entropy, (1, 0))
 
 
@@ -62,7 +63,7 @@ def _chosen(logs: Tensor, tokens: Tensor) -> Tensor:
 def sft(model: nn.Module, batch: Columns) -> Loss:
     """Cross entropy of the tokens under ``loss_mask``, in nats."""
     tokens, mask = _tokens(batch), _mask(batch)
-    loss = -(_chosen(_distributions(model, tokens), tokens) * mask).sum()
+    loss = -torch.where(mask, _chosen(_distributions(model, tokens), tokens), 0.0).sum()
     return Loss(loss, mask.sum(), {"loss": loss.detach()})
 
 
@@ -92,13 +93,15 @@ class GRPO:
     def __call__(self, model: nn.Module, batch: Columns) -> Loss:
         """Return the loss of a portion; see the class."""
         logs, entropy = token_logprobs(model, batch)
+        if not self.entropy:
+            entropy = entropy.detach()  # what its gradient would need is as large as the logits
         mask = _mask(batch)
         advantages = batch["advantages"]
         advantages = advantages[:, None] if advantages.dim() == 1 else advantages
         difference = torch.where(mask, logs - batch["logprobs"], 0.0)
         ratio = difference.exp()
         gain = torch.minimum(ratio * advantages, ratio.clamp(self.low, self.high) * advantages)
-        cost = -gain - self.entropy * entropy
+        cost = -gain - self.entropy * entropy if self.entropy else -gain
         # An estimate of the divergence from the generating policy, from its tokens: never negative, without bias.
         drift = ratio - 1 - difference
         stats = {

@@ -123,3 +123,18 @@ def test_what_is_not_generated_may_hold_anything(model):
     assert math.isfinite(found.loss.item())
     assert torch.isfinite(model.logits.grad).all()
     assert all(math.isfinite(value.item()) for value in found.stats.values())
+
+
+def test_words_that_the_model_rules_out_leave_losses_and_entropy_finite(model):
+    """A logit of -inf is a probability of 0: it adds nothing to the entropy, and its gradient is 0."""
+    with torch.no_grad():
+        model.logits[:, 0] = -math.inf
+    batch = columns(logprobs=torch.full((2, 3), -1.0), advantages=torch.tensor([1.0, -1.0]))
+    batch["input_ids"] = torch.tensor([[1, 2, 1], [2, 1, 0]])
+    for loss in (grpo, GRPO(entropy=0.1), sft):
+        model.logits.grad = None
+        found = loss(model, batch)
+        found.loss.backward()
+        assert all(math.isfinite(value.item()) for value in (found.loss, *found.stats.values()))
+        assert model.logits.grad.isfinite().all()
+        assert not model.logits.grad[:, 0].any()

@@ -14,6 +14,7 @@ from workers.engines.train.outputs import logprobs  # noqa: E402
 from workers.engines.train.place import Place  # noqa: E402
 from workers.engines.train.settings import Settings  # noqa: E402
 from workers.engines.train.trainer import Trainer  # noqa: E402
+from zbus.errors import ConfigError  # noqa: E402
 
 # Torch says so of every model in parts whose last layer is linear; no loss here writes into its outputs.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor:UserWarning")
@@ -90,3 +91,15 @@ def test_a_model_in_parts_on_one_rank_is_written_and_read_as_a_whole_one(place, 
     checkpoints.save(shared, str(tmp_path / "model"), "model", 0)
     checkpoints.load(whole, str(tmp_path / "model"), "model")
     assert whole.forward(batch(2), logprobs).values.tolist() == shared.forward(batch(2), logprobs).values.tolist()
+
+
+@pytest.mark.parametrize("lost", [".metadata", "generators.0.npz"])
+def test_a_checkpoint_that_lacks_a_file_is_refused_and_changes_nothing(place, tmp_path, lost):
+    """The error names directory and file, and the trainer goes on as it was."""
+    source, other, plain = trainer(place=place), trainer(), trainer()
+    losses(source, 0)
+    checkpoints.save(source, str(tmp_path / "kept"), "checkpoint", 0)
+    (tmp_path / "kept" / lost).unlink()
+    with pytest.raises(ConfigError, match=f"kept' is damaged: it has no {lost}"):
+        checkpoints.load(other, str(tmp_path / "kept"), "checkpoint")
+    assert losses(other, 1, 2) == losses(plain, 1, 2)

@@ -77,7 +77,7 @@ def load(trainer: Trainer, path: str, kind: str) -> dict[str, Any]:
         states were taken over, too.
 
     Raises:
-        ConfigError: The kind is not known, or there is no such checkpoint; nothing was changed.
+        ConfigError: The kind is not known, or there is no such checkpoint or not all of it; nothing was changed.
         ValueError: It is not one of this model; nothing was changed.
     """
     _check_kind(kind)
@@ -86,6 +86,8 @@ def load(trainer: Trainer, path: str, kind: str) -> dict[str, Any]:
         _load_model(trainer, folder / _MODEL if folder.is_dir() else folder)
         return {"path": path, "kind": kind}
     head = _read_head(folder)
+    same = head["world"] == trainer.place.world
+    _check_files(folder, trainer.place.world if same else 0)
     model = get_model_state_dict(trainer.model)
     stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     _check_tensors(folder, stored, model)
@@ -93,7 +95,6 @@ def load(trainer: Trainer, path: str, kind: str) -> dict[str, Any]:
     _load_state(trainer, folder, model, {name.removeprefix(_STATE) for name in stored if name.startswith(_STATE)})
     trainer.steps = head["steps"]
     trainer.move_to(head["position"])
-    same = head["world"] == trainer.place.world
     if same:
         _load_generators(folder / f"generators.{trainer.place.rank}.npz")
     return {
@@ -192,6 +193,14 @@ def _read_head(folder: Path) -> dict[str, Any]:
         raise ConfigError(msg, hint="load it with the version of zbus that wrote it")
     found: dict[str, Any] = head
     return found
+
+
+def _check_files(folder: Path, world: int) -> None:
+    """Look for the files of all ranks on each, so that none goes on alone."""
+    for name in (".metadata", *(f"generators.{rank}.npz" for rank in range(world))):
+        if not (folder / name).is_file():
+            msg = f"the checkpoint at {str(folder)!r} is damaged: it has no {name}"
+            raise ConfigError(msg, hint="load an older one")
 
 
 def _check_tensors(folder: Path, stored: Mapping[str, Any], model: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -289,7 +290,8 @@ class Trainer:
                 answer = self._replica.run(loss, rows)
             total, weight, extra = _read(answer, name)
         except Exception:
-            self._peers.sum(0.0, 1.0)
+            with suppress(RuntimeError):  # of a model in parts the others may be in another collective
+                self._peers.sum(0.0, 1.0)
             raise
         weight = float(weight) if counts else 0.0
         of_all, failed = self._peers.sum(weight, 0.0)
