@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rounds import Figures, parser, show
+from rounds import Figures, parser, printer, wanted
 
 HERE = Path(__file__).resolve().parent
 EXAMPLE = HERE.parent / "examples" / "g2p"
@@ -67,14 +67,17 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--steps", type=int, default=40, help="GRPO steps of a job [40]")
     told = options.parse_args()
-    figures = Figures()
+    chosen = wanted(told.only)
+    figures = Figures(told.rounds, printer(as_json=told.json))
     with tempfile.TemporaryDirectory() as directory:
         for _ in range(told.rounds):
             found = {mode: job(Path(directory), mode, told.steps) for mode in MODES}
             for mode, metrics in found.items():
-                figures.add("grpo_steps", mode, "s", metrics["grpo_s"], found["sync"]["grpo_s"])
-                figures.add("bus_cpu", mode, "%", 100 * metrics["cpu_bus"] / metrics["cpu_all"])
-    show(figures.lines(), as_json=told.json)
+                if chosen("grpo_steps"):
+                    figures.add("grpo_steps", mode, "s", metrics["grpo_s"], found["sync"]["grpo_s"])
+                if chosen("bus_cpu"):
+                    figures.add("bus_cpu", mode, "%", 100 * metrics["cpu_bus"] / metrics["cpu_all"])
+    figures.finish()
 
 
 if __name__ == "__main__":

@@ -214,6 +214,24 @@ def test_a_process_killed_before_it_read_anything_ends_no_pool(monkeypatch):
         assert rewards.call("same", 1) == 1
 
 
+def test_a_process_that_cannot_be_started_fails_the_calls_that_wait_and_no_later_one(monkeypatch):
+    """A machine without room for a process is told; once there is room, the next call has one."""
+
+    def no_room(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    with pool() as rewards:
+        with pytest.raises(RewardError):
+            rewards.call("leave")
+        before = _descriptors()
+        with monkeypatch.context() as patched:
+            patched.setattr(subprocess, "Popen", no_room)
+            with pytest.raises(RewardError, match=r"no process could be started: .*temporarily unavailable"):
+                rewards.call("same", 1)
+        assert _descriptors() == before
+        assert rewards.call("same", 2) == 2
+
+
 def test_functions_of_a_module_can_be_given_themselves():
     """The driver's own pool takes the function; one that is not importable is refused at once."""
     with RewardPool({"d": reward_functions.distance}) as rewards:

@@ -206,22 +206,45 @@ class RewardPool:
 
     def _begin(self) -> None:
         """Start one process more."""
-        ours, theirs = socket.socketpair()
-        results = os.memfd_create("zbus-rewards")
-        parent = os.getpid()
-        with theirs:
-            popen = subprocess.Popen(
-                [*_COMMAND, str(parent), str(theirs.fileno()), str(results)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), results),
-                start_new_session=True,
-                env={"OMP_NUM_THREADS": "1", **os.environ},
-            )
-        ours.settimeout(_SEND_S)
-        process = _Process(popen, os.pidfd_open(popen.pid), ours, results, _after(self._start_timeout_s))
+        try:
+            process = self._started_process()
+        except OSError as error:  # no memory, process or descriptor is left just now: the next call tries again
+            if not self._processes:
+                self._fail_waiting(self._error(f"no process could be started: {error}", None))
+            return
+        ours = process.socket
         self._processes.append(process)
         with contextlib.suppress(OSError):  # it is gone already, which is seen at once
             send(ours, [pack_frames(encode({"sys_path": sys.path, "rewards": self._paths}))])
+
+    def _started_process(self) -> _Process:
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            with theirs:
+                results = os.memfd_create("zbus-rewards")
+                undo.callback(os.close, results)
+                popen = subprocess.Popen(
+                    [*_COMMAND, str(os.getpid()), str(theirs.fileno()), str(results)],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), results),
+                    start_new_session=True,
+                    env={"OMP_NUM_THREADS": "1", **os.environ},
+                )
+            undo.callback(popen.wait)
+            undo.callback(popen.kill)
+            pidfd = os.pidfd_open(popen.pid)
+            undo.pop_all()
+        ours.settimeout(_SEND_S)
+        return _Process(popen, pidfd, ours, results, _after(self._start_timeout_s))
+
+    def _fail_waiting(self, error: Exception) -> None:
+        """Tell those who wait, and who waits for the start, that there is no process."""
+        if not self._started.done():
+            self._started.set_exception(error)
+        with self._lock:
+            left, self._queue = self._queue, deque()
+        _settle([(call.waiter, None, error) for call in left])
 
     def _hand_out(self) -> None:
         """Give calls that wait to processes that are free, and start a process where all are busy."""
@@ -302,11 +325,7 @@ class RewardPool:
         else:
             how = f"had not imported the rewards after {self._start_timeout_s:g} s" if late else _exit_of(process)
             error = self._error(f"its process {how}", None)
-        if not self._started.done():
-            self._started.set_exception(error)
-        with self._lock:
-            left, self._queue = self._queue, deque()
-        _settle([(call.waiter, None, error) for call in left])
+        self._fail_waiting(error)
 
     def _collect(self, process: _Process) -> None:
         """Take the results that stand in the file, and hand them to who waits."""
