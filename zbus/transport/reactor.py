@@ -38,6 +38,8 @@ _ENDLESS: Final = float("inf")
 _LOOP_GRACE_S: Final = 0.02
 _MAX_SLEEP_S: Final = 30.0
 _NEVER: Final = 1 << 62
+_YIELD_S: Final = 0.001
+"""How long an asyncio loop leaves what is ready to the thread that leads before it looks again."""
 
 
 class Reactor:
@@ -168,11 +170,11 @@ class Reactor:
                 if self._followers:
                     self._tell_followers()
 
-    def poll_nowait(self) -> None:
-        """Do what is ready now, unless another thread leads (it will)."""
+    def poll_nowait(self) -> bool:
+        """Do what is ready now, unless another thread leads (it will); tell whether this one did."""
         with gate:
             if not self._leadership.acquire(blocking=False):
-                return
+                return False
             try:
                 self.once(0.0)
                 while self._to_check and self._look():  # the loop polls for itself, and may not do so again for long
@@ -181,6 +183,7 @@ class Reactor:
                 self._leadership.release()
             if self._followers:  # else this would wake the background thread, which fights for the GIL at every call
                 self._tell_followers()
+        return True
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when something is ready."""
@@ -209,10 +212,17 @@ class Reactor:
     def _poll_from(self, loop: asyncio.AbstractEventLoop) -> None:
         """Drive from a loop; its reader outlives its calls until the next event, since awaited calls follow closely."""
         if loop in self._loops:
-            self.poll_nowait()
+            if not self.poll_nowait():  # until the other thread gets there, the descriptor would call again and again
+                loop.remove_reader(self._epoll.fileno())
+                loop.call_later(_YIELD_S, self._read_again, loop)
         elif not self._closed:
             self._readers.discard(loop)
             loop.remove_reader(self._epoll.fileno())
+
+    def _read_again(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have a loop drive that had left it to another thread."""
+        if not self._closed and loop in self._readers:
+            loop.add_reader(self._epoll.fileno(), self._poll_from, loop)
 
     def once(self, timeout_s: float) -> None:
         """One round: wait at most ``timeout_s``, then do what is ready and due. The leader calls it."""

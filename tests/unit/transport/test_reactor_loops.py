@@ -148,3 +148,40 @@ def test_a_closed_reactor_wakes_nobody():
     finally:
         os.close(read)
         os.close(write)
+
+
+def test_a_loop_does_not_spin_while_another_thread_is_at_what_is_ready(reactor, bell, monkeypatch):
+    """It looks a thousand times a second at most, and drives again once the other has ended."""
+    looks, held, go_on = [], threading.Event(), threading.Event()
+    poll = reactor.poll_nowait
+    monkeypatch.setattr(reactor, "poll_nowait", lambda: looks.append(threading.get_ident()) or poll())
+
+    def hold() -> None:
+        bell.on_ring = lambda: None
+        bell.ring()  # something is ready all the time
+        held.set()
+        go_on.wait(10)
+
+    async def main() -> tuple[int, float]:
+        loop, heard = asyncio.get_running_loop(), asyncio.Event()
+        reactor.attach_loop(loop)
+        try:
+            leader.start()
+            await asyncio.to_thread(held.wait, 10)
+            before, began = looks.count(me), loop.time()
+            await asyncio.sleep(0.05)
+            seen, took = looks.count(me) - before, loop.time() - began
+        finally:
+            go_on.set()
+            await asyncio.to_thread(leader.join, 10)
+            bell.on_ring = lambda: loop.call_soon_threadsafe(heard.set)
+            bell.ring()
+            await asyncio.wait_for(heard.wait(), 10)
+            reactor.detach_loop(loop)
+        return seen, took
+
+    me, bell.on_ring = threading.get_ident(), hold
+    leader = threading.Thread(target=reactor.drive, args=(go_on.is_set, 10))
+    threading.Thread(target=lambda: (wait_until(lambda: reactor._owner is not None), bell.ring())).start()
+    seen, took = asyncio.run(main())
+    assert seen <= took / 0.001 + 2
