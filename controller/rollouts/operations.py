@@ -169,11 +169,13 @@ class Operations:
         async with self._limited(timeout_s, PREPARED, told):
             await self._until(moves, PREPARED)
         found = self._accepted()
-        if len(found) >= count or (feed.ended and self._dry()):
-            self._failed = 0
-            self.driver.take_these(found[:count])
-            return found[:count]
-        return self._wanted(count)
+        wanted = 0 if feed.ended else self._wanted(count)
+        # Items first, also where a batch is ready: they are what is begun while the caller trains on it.
+        if wanted or not (len(found) >= count or (feed.ended and self._dry())):
+            return wanted
+        self._failed = 0
+        self.driver.take_these(found[:count])
+        return found[:count]
 
     def _accepted(self) -> list[Task]:
         """Return what may go into a batch; what may not is taken out and counted.

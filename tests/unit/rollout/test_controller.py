@@ -582,6 +582,25 @@ class Names:
         return f"new {data}"
 
 
+def test_a_version_begins_the_next_batch_before_anybody_asks_for_it(made):
+    """Items for it wait already when a batch is handed out, so generation goes on while the caller trains."""
+    rollout, data = made(batch_size=4, max_staleness=1), list(range(1000))
+    rollout.prepare_batch(data, "spell", timeout=scaled(20))
+    started = [rollout.export_stats()["rollout/started"]]
+
+    def begun() -> float:
+        started.append(rollout.export_stats()["rollout/started"])
+        return sum(started)
+
+    for version in range(1, 6):
+        rollout.set_version(version)
+        wanted = 4 * (version + 2)  # staleness allows one batch more than are used, and the one that is trained on
+        wait_until(lambda wanted=wanted: begun() >= wanted, scaled(10), f"rollouts of version {version}")
+        assert sum(started) == wanted
+        ages = {version - one.oldest for one in rollout.prepare_batch(data, "spell", timeout=scaled(20))}
+        assert ages == {1}, f"version {version}"
+
+
 def test_a_batch_timeout_keeps_what_was_accepted(made):
     """B47 for batches: items and results wait for the next call."""
     rollout, data = made(batch_size=3, ordered=True), list(range(9))
