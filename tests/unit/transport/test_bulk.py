@@ -1,11 +1,11 @@
 """Bulk data over real sockets: what is offered arrives, who lies is refused, nothing is left behind."""
 
 import hashlib
+import itertools
 import os
 import random
 import resource
 import threading
-from pathlib import Path
 
 import pytest
 import zmq
@@ -337,11 +337,13 @@ def test_without_a_descriptor_a_pull_ends_and_comes_again_when_there_is_one(bulk
 
     assert fetch(owners[0]) == b"abc"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = sorted(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
-    free = next(number for number in range(used[-1] + 2) if number not in used)
+    listing = os.open("/proc/self/fd", os.O_RDONLY)
+    used = {int(name) for name in os.listdir(listing)} - {listing}
+    os.close(listing)
+    free = itertools.filterfalse(used.__contains__, itertools.count())
     try:
-        for left in range(3):  # one descriptor for each socket; the last failure is that of the monitor's reader
-            limit = free + left if free > used[-1] else free
+        # One descriptor is left for each socket; the last failure is that of the monitor's reader.
+        for limit in itertools.islice(free, 3):
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
             with pytest.raises(PullFailed, match="no file descriptor left"):
                 fetch(owners[1])
