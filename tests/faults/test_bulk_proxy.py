@@ -46,7 +46,7 @@ def test_a_connection_that_is_cut_again_and_again_costs_only_what_was_on_its_way
     into, pulling = pull(asker, where, data)
     for part in range(1, 6):
         wait_until(lambda part=part: asker.statistics()["bulk_pulled_bytes"] > part * (SIZE // 8), 30, "progress")
-        assert proxy.cut() >= 1
+        wait_until(proxy.cut, 30, "a connection to cut")  # it may be on its way back from the cut before
     assert pulling.wait(scaled(60))
     pulling.check()
     assert into == data

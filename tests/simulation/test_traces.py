@@ -49,8 +49,8 @@ def test_a_run_is_the_same_with_and_without_tracing():
     """What tracing is like is drawn apart: seeds that were found before it still play what they played."""
     for seed in range(50):
         traced = draw_tracing(Random(seed), "trace")
-        with_it = draw(Random(seed), Random(1), Random(2), tracing=traced)
-        without = draw(Random(seed), Random(1), Random(2))
+        with_it = draw(Random(seed), Random(1), Random(2), Random(3), tracing=traced)
+        without = draw(Random(seed), Random(1), Random(2), Random(3))
         assert with_it.tracing
         assert {n: getattr(with_it, n) for n in without.__slots__ if n not in traced} == {
             n: getattr(without, n) for n in without.__slots__ if n not in traced

@@ -273,23 +273,25 @@ class Decoder:
         with trace.span("prefill", "compute", requests=len(new), tokens=tokens):
             self._rows.reserve(len(rows), longest)
             logits = self._rows.prefill(sequences)
-            self._advance(new, logits, self._sampler_of(new))
+            told = self._advance(new, logits, self._sampler_of(new))
         self._count(begin, "prefill", tokens)
+        _deliver(told)
 
     def _decode(self, rows: Sequence[Request], keys: tuple[int, ...], begin: int) -> None:
         if keys != self._sampled:
             self._sampler, self._sampled = self._sampler_of(rows), keys
         tokens = torch.tensor([request.ids[-1] for request in rows], device=self._device)
-        self._advance(rows, self._rows.decode(tokens), self._sampler)
+        told = self._advance(rows, self._rows.decode(tokens), self._sampler)
         self._count(begin, "decode", len(rows))
+        _deliver(told)  # whoever has an answer finds it counted
         trace.counter("generation", rows=len(rows), steps=self._steps)
         self._steps += 1
 
     def _sampler_of(self, rows: Sequence[Request]) -> Sampler:
         return Sampler([r.sampling for r in rows], [r.seed for r in rows], self._eos, self._device)
 
-    def _advance(self, rows: Sequence[Request], logits: torch.Tensor, sampler: Sampler) -> None:
-        """Give each row its next token, and end those that have all."""
+    def _advance(self, rows: Sequence[Request], logits: torch.Tensor, sampler: Sampler) -> list[Told]:
+        """Give each row its next token, and end those that have all; return what is to be told of it."""
         ids, logprobs = sampler(logits, [len(request.ids) for request in rows])
         told: list[Told] = []
         with self._changed:
@@ -309,7 +311,7 @@ class Decoder:
                 finish = self._finish(request, token)
                 if finish is not None:
                     told.append(self._end(request, finish))
-        _deliver(told)
+        return told
 
     def _finish(self, request: Request, token: int) -> Finish | None:
         sampling, made = request.sampling, request.ids
