@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,6 +19,10 @@ from zbus.errors import ConfigError
 __all__ = ["Replica", "is_sharded", "norm_and_clip", "scale_gradients"]
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Any]
+
+_NEW_NAME: Final = "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel).parameters
+_OWN_BUFFERS: Final = {"forward_sync_buffers" if _NEW_NAME else "broadcast_buffers": False}
+"""Buffers stay each rank's own in a forward; torch 2.13 renamed the argument."""
 
 
 class _Call(nn.Module):  # type: ignore[misc]  # torch is Any
@@ -66,7 +71,7 @@ class Replica:
             self._call = self._ddp = nn.parallel.DistributedDataParallel(
                 self._call,
                 process_group=place.mesh.get_group("dp"),
-                broadcast_buffers=False,
+                **_OWN_BUFFERS,
                 find_unused_parameters=settings.unused_parameters,
             )
 
