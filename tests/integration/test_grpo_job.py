@@ -97,4 +97,4 @@ def test_the_whole_job_raises_the_reward_while_generation_overlaps_training(tmp_
     training = spans(trial, "actor", "run train_batch")
     generating = spans(trial, "rollout", "run run_episode")
     lasted = sum(end - begin for begin, end in training[-200:])
-    assert overlap(training[-200:], generating) > 0.25 * lasted
+    assert overlap(training[-200:], generating) > 0.1 * lasted  # taking turns would be 0
