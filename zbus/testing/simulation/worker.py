@@ -270,8 +270,7 @@ class SimWorker:
             return
         if world.knobs.refuses and world.random() < world.knobs.refuses:
             call.refused = True
-            self._answer(running, Kind.FAILURE, Status.NOT_STARTED, (b"why",))
-            self._go_on(running, failed=True)
+            world.after(0, self._refuse, running)  # not amid the effects that begin calls behind it
             return
         if world.knobs.journal:
             call.marked = True
@@ -296,6 +295,13 @@ class SimWorker:
         world.after(length, self._step, running)
         if length > _TAKEOVER and running.index == 0 and running.request.lane == "main":
             world.after(_TAKEOVER, self._announce, running)
+
+    def _refuse(self, running: _Running) -> None:
+        """Say that a call could not be started, and go on behind it."""
+        request = running.request
+        if self.alive and self.running.get((request.session, request.lane, request.seq)) is running:
+            self._answer(running, Kind.FAILURE, Status.NOT_STARTED, (b"why",))
+            self._go_on(running, failed=True)
 
     def _announce(self, running: _Running) -> None:
         """As the server, once a call of the main lane turns out to be long."""
