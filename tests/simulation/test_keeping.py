@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
+from coverage_kit import must_have_happened
 from zbus.testing.simulation import keeping_mutants, run_seeds
 from zbus.testing.simulation.mutants import MUTANTS
 
@@ -17,19 +16,11 @@ no room
 """
 
 
-def must_have_happened(least, report):
-    """Every fault and end occurred, so that the promises were really tried."""
-    covered = Counter(report.coverage())
-    names = [name.strip() for line in MUST_HAPPEN.strip().splitlines() for name in line.split(" · ")]
-    rare = {name: covered[f"keeping: {name}"] for name in names if covered[f"keeping: {name}"] < least}
-    assert not rare, f"too rare to prove anything: {rare}"
-
-
 def test_what_is_held_is_there_and_what_is_not_goes():
     """I15 holds in 60 runs of ten minutes, in which each fault and each end of a value occurs."""
     report = run_seeds(range(60), "keeping")
     assert not report.failures, report.failures[0]
-    must_have_happened(1, report)
+    must_have_happened(MUST_HAPPEN, 1, report, prefix="keeping: ")
 
 
 @pytest.mark.ci
@@ -37,7 +28,7 @@ def test_what_is_held_is_there_and_what_is_not_goes_in_many_runs():
     """I15 holds in 2,500 further runs."""
     report = run_seeds(range(1_000_000, 1_002_500), "keeping")
     assert not report.failures, report.failures[0]
-    must_have_happened(30, report)
+    must_have_happened(MUST_HAPPEN, 30, report, prefix="keeping: ")
 
 
 def test_kept_values_have_mutants_of_their_own():

@@ -3,11 +3,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
+from coverage_kit import must_have_happened
 from zbus.testing.simulation import replay, run_seed, run_seeds
 from zbus.testing.simulation.exhaustive import explore
 from zbus.testing.simulation.lending import lending
@@ -68,7 +69,7 @@ def test_schedules_hold():
     assert not small.failures, small.failures[0]
     large = run_seeds(range(600), "large")
     assert not large.failures, large.failures[0]
-    _must_have_happened(3, small, large)
+    must_have_happened(MUST_HAPPEN, 3, small, large)
 
 
 @pytest.mark.ci
@@ -78,7 +79,7 @@ def test_many_schedules_hold():
     assert not small.failures, small.failures[0]
     large = run_seeds(range(1_000_000, 1_010_000), "large")
     assert not large.failures, large.failures[0]
-    _must_have_happened(50, small, large)
+    must_have_happened(MUST_HAPPEN, 50, small, large)
 
 
 def test_a_seed_is_one_run():
@@ -167,12 +168,3 @@ def test_a_failing_seed_is_made_small():
     assert shrunk.knobs.requests == 1
     assert len(shrunk.failure.story) < 20
     assert f"--shrink {failure.seed} --size small" in str(shrunk)
-
-
-def _must_have_happened(least, *reports):
-    names = [name.strip() for line in MUST_HAPPEN.strip().splitlines() for name in line.split(" · ")]
-    covered = Counter()
-    for report in reports:
-        covered.update(report.coverage())
-    rare = {name: covered[name] for name in names if covered[name] < least}
-    assert not rare, f"too rare to prove anything: {rare}"

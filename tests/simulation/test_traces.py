@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from random import Random
 
 import pytest
 
+from coverage_kit import must_have_happened
 from zbus.testing.simulation import run_seeds, trace_mutants
 from zbus.testing.simulation.knobs import draw
 from zbus.testing.simulation.mutants import MUTANTS, applied
@@ -22,19 +22,11 @@ the sidecar is killed · the sidecar is stopped
 """
 
 
-def must_have_happened(least, report):
-    """Every fault and state occurred, so that the promises were really tried."""
-    covered = Counter(report.coverage())
-    names = [name.strip() for line in MUST_HAPPEN.strip().splitlines() for name in line.split(" · ")]
-    rare = {name: covered[f"trace: {name}"] for name in names if covered[f"trace: {name}"] < least}
-    assert not rare, f"too rare to prove anything: {rare}"
-
-
 def test_every_record_is_accounted_for():
     """I12 holds in 1,200 runs of traced workers, in which each fault occurs."""
     report = run_seeds(range(1_200), "trace")
     assert not report.failures, report.failures[0]
-    must_have_happened(3, report)
+    must_have_happened(MUST_HAPPEN, 3, report, prefix="trace: ")
 
 
 @pytest.mark.ci
@@ -42,7 +34,7 @@ def test_every_record_is_accounted_for_in_many_runs():
     """I12 holds in 10,000 further runs."""
     report = run_seeds(range(1_000_000, 1_010_000), "trace")
     assert not report.failures, report.failures[0]
-    must_have_happened(30, report)
+    must_have_happened(MUST_HAPPEN, 30, report, prefix="trace: ")
 
 
 def test_a_run_is_the_same_with_and_without_tracing():
