@@ -7,6 +7,8 @@ import re
 import signal
 import threading
 import time
+from functools import partial
+from pathlib import Path
 
 import zbus
 from zbus import AnyOne, Everywhere, PerRank
@@ -32,11 +34,16 @@ class Stuck(zbus.Engine):
         return self.ctx.rank
 
     @zbus.endpoint(Everywhere(), collect=PerRank())
-    def first_fails(self, seconds: float) -> int:
+    def first_fails(self, seconds: float, meet: str) -> int:
+        """Fail on rank 0 once all others sleep; each leaves a file in directory ``meet`` as it falls asleep."""
         if self.ctx.rank == 0:
+            while len(list(Path(meet).iterdir())) < self.ctx.world_size - 1:
+                time.sleep(0.005)
             msg = "root of it all"
             raise ValueError(msg)
-        self.in_sleep(seconds)
+        # One line, so that no other stack lies between the file and the sleep.
+        fall_asleep = (Path(meet, str(self.ctx.rank)).touch, partial(time.sleep, seconds))
+        [step() for step in fall_asleep]  # falls asleep here
         return self.ctx.rank
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure")
