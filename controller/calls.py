@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, ParamSpec, TypeVar, cast
 
 from controller.collect import collect
 from controller.dispatch import Arguments, Plan, plan
@@ -18,9 +18,19 @@ from controller.order import Order
 from controller.placement import Placement
 from controller.placer import Placer, Roster, is_crowded, is_ready, room
 from controller.quick import QuickCall
-from zbus.codec import Keep, Ref, encode, encode_call, encode_plain_batch, encode_plain_call, encode_plain_calls
+from zbus.codec import (
+    JoinedRef,
+    Keep,
+    Ref,
+    encode,
+    encode_call,
+    encode_plain_batch,
+    encode_plain_call,
+    encode_plain_calls,
+)
 from zbus.engine import AnyOne, EndpointSpec, Everywhere, RankZero, Reduce, Same, Split, Whole
 from zbus.errors import ConfigError, Unavailable
+from zbus.protocol.messages import Buffers
 from zbus.retry import DEFAULT_RETRY, NO_RETRY, RetryPolicy, TokenBucket, deadline_seconds
 from zbus.trace.tracer import get_tracer
 
@@ -36,6 +46,8 @@ T = TypeVar("T")
 
 
 _new = tuple.__new__
+_SPECIAL: Final = frozenset((Ref, JoinedRef, Whole))
+"""Arguments that ``Placement`` sees to."""
 
 
 class Core:
@@ -148,7 +160,7 @@ class Method(Generic[P, T]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call and wait; see ``BatchFuture.result`` for the errors."""
         if self._quick and not kwargs:
-            quick = self._start_quick(args)
+            quick = self._start_quick(args, snapshot=False)
             if quick is not None:
                 return cast("T", quick.result(self._quick_merge, self._recover))
         return self.start(args, kwargs).result()
@@ -170,7 +182,7 @@ class Method(Generic[P, T]):
     async def _aio(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
         if self._quick and not kwargs:
             placer, peers = self._view.core.placer, self._pick(self._view.core.roster.peers())
-            quick = None if is_crowded(placer, peers, self.spec.lane) else self._start_quick(args)
+            quick = None if is_crowded(placer, peers, self.spec.lane) else self._start_quick(args, snapshot=True)
             if quick is not None:
                 return cast("T", await quick.answer(self._quick_merge, self._recover))
         spread = self.plan(args, kwargs)
@@ -365,21 +377,34 @@ class Method(Generic[P, T]):
             released=core.release if any_one else None,
         )
 
-    def _start_quick(self, args: tuple[Any, ...]) -> QuickCall | None:
+    def _start_quick(self, args: tuple[Any, ...], *, snapshot: bool) -> QuickCall | None:
         """Place a call the short way; None, and nothing sent, where something about it is not plain."""
         spec, core = self.spec, self._view.core
         least, most = spec.arity
         if core.line or not least <= len(args) <= most or get_tracer().rpc:
             return None
+        peers = self._pick(core.roster.peers())
         payload = encode_plain_call(spec.name, args)
         if payload is None:
-            return None
-        quick = QuickCall(core.placer, self._pick(core.roster.peers()), payload, core.refs)
+            payload = self._encode_any(peers, args, snapshot=snapshot)
+            if payload is None:
+                return None
+        quick = QuickCall(core.placer, peers, payload, core.refs)
         try:
             quick.place(spec.lane, self._deadline_s, strict=spec.strict)
         except Unavailable:
             return None  # it is refused or waits, as any other
         return quick
+
+    def _encode_any(self, peers: Sequence[Any], args: tuple[Any, ...], *, snapshot: bool) -> Buffers | None:
+        """Encode a call of arrays, lists and the like; None where a handle is among them, or it has to wait."""
+        placer = self._view.core.placer
+        if not _SPECIAL.isdisjoint(map(type, args)) or is_crowded(placer, peers, self.spec.lane):
+            return None
+        found: list[Ref] = []
+        keep = placer.keeper(peers, snapshot=snapshot)
+        payload = encode_call(self.spec.name, args, {}, snapshot=snapshot, keep=keep, refs=found)
+        return None if found else payload
 
     def _recover(self, quick: QuickCall) -> BatchFuture[T]:
         ranks = list(self._view.ranks)

@@ -1,6 +1,6 @@
 """The short way of a plain call that is waited for: what ``Placement`` and ``BatchFuture`` do while all goes well.
 
-A call whose arguments are few numbers, texts and bytes, to one rank or the same to several, blocking or awaited. It is
+A call without handles among its arguments, to one rank or the same to several, blocking or awaited. It is
 left as soon as anything but a plain answer comes, or the answer takes a while: a call that fails, or that the bus was
 closed on, or that somebody may have to be told of as stuck, is handed to a ``Placement`` with all that is known of it,
 which decides about second executions, watches over it and makes the error.

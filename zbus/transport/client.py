@@ -270,7 +270,7 @@ class Client:
             payload = payloads[0]
             if len(members) == 1:
                 return self._place_one(members, lane, payload, deadline_s, sink, trace, strict)
-            if len(payload) == 1 and not together and payloads.count(payload) == len(members):
+            if not together and all(other is payload for other in payloads):
                 return self._place_alike(members, lane, payload, deadline_s, sink, trace, strict)
         sizes = [sum(map(nbytes_of, payload)) for payload in payloads]
         with gate, self.reactor.lock:
@@ -332,8 +332,9 @@ class Client:
         self, members: Sequence[Peer], lane: str, payload: Buffers, deadline_s: float | None, sink: Sink, trace: int,
         strict: bool,  # noqa: FBT001  # private, hot path
     ) -> Placed:  # fmt: skip
-        """As ``place`` for one call of one frame, the same for each member, in the fewest steps."""
-        nbytes = nbytes_of(payload[0])
+        """As ``place`` for one call that is the same for each member, in the fewest steps."""
+        nbytes = sum(map(nbytes_of, payload))
+        whole = len(payload) == 1
         with gate, self.reactor.lock:
             for peer in members:
                 if peer.state is not _READY:
@@ -349,7 +350,8 @@ class Client:
                 if stamped:
                     sent.append(self._now())
                 found = peer.lanes.get(lane) or self._lane(peer, lane)
-                seqs.append(self._put(found, payload, 1, nbytes, deadline_ns, now, sink, len(seqs), trace, strict))
+                frames = payload if whole else self._addressed(payload, peer)
+                seqs.append(self._put(found, frames, 1, nbytes, deadline_ns, now, sink, len(seqs), trace, strict))
                 channels.append(found.link.channel)
                 due = min(due, found.machine.due_ns)
             self.reactor.note_due(due)

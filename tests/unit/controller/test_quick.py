@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import zbus
 from controller.quick import QuickCall
 from fake_placer import FakePlacer, Request, lost, make_group, ok, raised
 from waiting import wait_until
+from zbus.codec import Ref
 from zbus.engine import PerRank, RankZero, Same
 from zbus.errors import BatchError
 from zbus.protocol.messages import Outcome, OutcomeKind
@@ -198,18 +200,46 @@ def test_outcomes_that_come_while_it_is_handed_over_count_once(bench: Bench, mon
     assert isinstance(ends[0], BatchError)
 
 
-def test_what_is_not_plain_goes_the_long_way(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists, keywords, wrong arguments, a rank that is not ready."""
+def handle() -> Ref:
+    """Make a handle of some value."""
+    return Ref(
+        role="w", rank=1, incarnation=9, generation=5, number=7, memory="", endpoints={}, nbytes=8, rows=None,
+        lengths=None, method="score", about="int",
+    )  # fmt: skip
+
+
+def test_handles_and_keywords_go_the_long_way(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So do wrong arguments, what is meant for all as it stands, and calls that a full window holds back."""
 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError
 
     monkeypatch.setattr(QuickCall, "place", never)
     bench.placer.auto = lambda request: request.answer(ok(request.calls[0][1:]))
-    assert bench.group.each([1]) == [(([1],), {})] * 3
-    assert bench.group.each(what=2) == [((), {"what": 2})] * 3
+    bench.placer.auto = lambda request: request.answer(ok(len(request.calls)))
+    assert bench.group.each(handle()) == [1] * 3
+    assert bench.group.each({"within": [handle()]}) == [1] * 3
+    assert bench.group.each(zbus.Whole([1])) == [1] * 3
+    assert bench.group.each(what=2) == [1] * 3
+    full = iter((True, True, False))
+    monkeypatch.setattr(bench.placer, "crowded", lambda _peers, _lane: next(full), raising=False)
+    assert bench.group.each(np.arange(3)) == [1] * 3
     with pytest.raises(TypeError, match="each"):
         bench.group.each()
+
+
+def test_arrays_and_containers_go_the_short_way(bench: Bench, handed: list[QuickCall]) -> None:
+    """Encoded once for all; one that is awaited is copied at once, one that is waited for is not."""
+    copied: list[bool] = []
+    bench.placer.keeper = lambda _members, *, snapshot: copied.append(snapshot)  # type: ignore[method-assign]
+    bench.placer.auto = lambda request: request.answer(ok(request.calls[0][1][0]))
+    array = np.arange(1000)
+    for answer in (*bench.group.each(array), *asyncio.run(bench.group.each.aio(array))):
+        assert np.array_equal(answer, array)
+    assert bench.group.same({"rows": [1, 2]}) == {"rows": [1, 2]}
+    assert copied == [False, True, False]
+    assert len({id(request.payload) for request in bench.placer.requests}) == 3
+    assert not handed
 
 
 # -- awaited ---------------------------------------------------------------------------------------------------------
