@@ -384,7 +384,7 @@ class Method(Generic[P, T]):
         if core.line or not least <= len(args) <= most or get_tracer().rpc:
             return None
         peers = self._pick(core.roster.peers())
-        payload = encode_plain_call(spec.name, args)
+        payload: Buffers | None = encode_plain_call(spec.name, args)
         if payload is None:
             payload = self._encode_any(peers, args, snapshot=snapshot)
             if payload is None:
