@@ -22,6 +22,9 @@ _HERE: Final = Path(__file__).resolve().parent.parent
 _OWN: Final = re.compile(
     rf"^({re.escape(str(_HERE))}|.*/site-packages)/(zbus|workers|controller)/|^<frozen |/runpy\.py$"
 )
+_RUNNERS: Final = ("/zbus/runtime/executor.py", "/zbus/runtime/async_lanes.py")
+"""What calls an endpoint."""
+
 _PACKAGED: Final = re.compile(r"/(site|dist)-packages/")
 _STDLIB: Final = re.compile(r"/lib(64)?/python3\.\d+/")
 
@@ -64,7 +67,7 @@ def _serves(frames: Sequence[Place]) -> bool:
 
 def _served(frames: Sequence[Place]) -> list[Place]:
     """Return the frames that an endpoint has begun: those within the executor's; none where the thread runs none."""
-    within = list(itertools.takewhile(lambda frame: not frame[0].endswith("/zbus/runtime/executor.py"), frames))
+    within = list(itertools.takewhile(lambda frame: not frame[0].endswith(_RUNNERS), frames))
     return within if len(within) < len(frames) else []
 
 

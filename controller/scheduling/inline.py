@@ -70,30 +70,6 @@ class InlineState(enum.Enum):
     DEAD = "dead"
 
 
-class _InlineExecutor(Executor):
-    """The worker's executor, but a Ctrl-C or a quit of pdb inside an endpoint is the caller's: it is raised there."""
-
-    interrupt: BaseException | None = None
-    tracer: Tracer | None = None
-
-    def _run(self, request: Execute) -> None:
-        with _as_rank(self.tracer):
-            super()._run(request)
-
-    async def _run_async(self, request: Execute) -> None:
-        with _as_rank(self.tracer):
-            await super()._run_async(request)
-
-    def _run_in_pool(self, request: Execute, *rest: Any) -> Any:
-        with _as_rank(self.tracer):
-            return super()._run_in_pool(request, *rest)
-
-    def fail(self, request: Execute, index: int, method: Any, error: BaseException, *rest: Any, **more: Any) -> None:
-        if isinstance(error, KeyboardInterrupt | bdb.BdbQuit):
-            self.interrupt = error
-        super().fail(request, index, method, error, *rest, **more)
-
-
 def _as_rank(tracer: Tracer | None) -> contextlib.AbstractContextManager[Any]:
     """Return a block in which this process records as one of its ranks."""
     return contextlib.nullcontext() if tracer is None else use_tracer(tracer)
@@ -123,7 +99,9 @@ class InlinePeer:
         self._trial_dir = trial_dir
         self._context: Context | None = None
         self.refs: WorkerRefs | None = None  # set by the runtime, as the executor
-        self.executor: _InlineExecutor = None  # type: ignore[assignment]  # set by the runtime, which it answers to
+        self.executor: Executor = None  # type: ignore[assignment]  # set by the runtime, which it answers to
+        self.tracer: Tracer | None = None
+        self.interrupt: BaseException | None = None  # a Ctrl-C or a quit of pdb: its caller's, and raised there
 
     def __repr__(self) -> str:
         return f"<InlinePeer {self.name} {self.state.value}>"
@@ -132,6 +110,11 @@ class InlinePeer:
         """Say where a placed call is."""
         found = self.lanes.get(lane)
         return "not placed" if found is None else found.whereabouts(seq)
+
+    def hear(self, error: BaseException) -> None:
+        """Keep what an endpoint raised if it is meant for its caller, who sits before this process."""
+        if isinstance(error, KeyboardInterrupt | bdb.BdbQuit):
+            self.interrupt = error
 
     # -- the bus's own methods -----------------------------------------------------------------------------------------
 
@@ -165,10 +148,10 @@ class InlinePeer:
                 incarnation=self.incarnation,
                 trial_dir=self._trial_dir,
                 env={**os.environ, **self._role.env},
-                tracer=self.executor.tracer,
+                tracer=self.tracer,
                 _refs=self.refs,
             )
-            with _as_rank(self.executor.tracer):
+            with _as_rank(self.tracer):
                 engine.setup(context)
             self._context, self.table = context, endpoints_of(cls)
             self.executor.install(engine, self.table)
@@ -179,7 +162,7 @@ class InlinePeer:
         engine = self.executor.remove()
         context, self._context = self._context, None
         if engine is not None:
-            with _as_rank(self.executor.tracer):
+            with _as_rank(self.tracer):
                 engine.teardown()
         if context is not None:
             context.close()
@@ -193,7 +176,7 @@ class InlinePeer:
         }
 
     def _config_tracer(self, config: Mapping[str, Any] | None = None, role: str | None = None) -> None:
-        if self.executor.tracer is not None:
+        if self.tracer is not None:
             control.config_perf_tracer(config, role or self.name.role, self.name.rank)
 
     def _status(self) -> dict[str, Any]:
@@ -334,13 +317,13 @@ class InlineRuntime:
     def _add_rank(self, name: WorkerName, mesh: Mesh, role: Role) -> InlinePeer:
         peer = InlinePeer(name, mesh, role, self._trial_dir)
         peer.refs = WorkerRefs(self.link.desk(Owner(name.role, name.rank, peer.incarnation)), self.link)
-        peer.executor = _InlineExecutor(
+        peer.executor = Executor(
             name=str(name), incarnation=peer.incarnation, answers=_Answers(self, peer), builtins=peer.builtins(),
-            refs=peer.refs,
+            refs=peer.refs, within=lambda: _as_rank(peer.tracer), heard=peer.hear,
         )  # fmt: skip
         taken = any((tracer.role, tracer.rank) == (name.role, name.rank) for tracer in control.tracers())
         if self._trace is not None and not taken:  # another trial of this process may have such a rank
-            peer.executor.tracer = control.configure(
+            peer.tracer = control.configure(
                 self._trace, role=name.role, rank=name.rank, incarnation=peer.incarnation, default=False
             )
         self._peers.append(peer)
@@ -383,7 +366,7 @@ class InlineRuntime:
             peer.executor.close()
             if peer.refs is not None:
                 peer.refs.close()
-            if peer.executor.tracer is not None:
+            if peer.tracer is not None:
                 control.reset(peer.name.role, peer.name.rank)
         if errors:
             raise errors[0]
@@ -512,8 +495,8 @@ class InlineRuntime:
             peer.executor.run_main(request.execute)
         except BaseException as error:  # noqa: BLE001  # an interrupt between the executor's steps
             self._end_all(request, Outcome(OutcomeKind.UNKNOWN, None, "interrupted", f"interrupted by {error!r}"))
-            peer.executor.interrupt = error
-        interrupt, peer.executor.interrupt = peer.executor.interrupt, None
+            peer.interrupt = error
+        interrupt, peer.interrupt = peer.interrupt, None
         self._interrupt = self._interrupt or interrupt
 
     def _raise_interrupt(self) -> None:
@@ -651,7 +634,7 @@ _KINDS: Final = {
 
 
 class _Answers:
-    """Where the executor of one rank puts its answers; see ``zbus.runtime.executor.Answers``."""
+    """Where the executor of one rank puts its answers; see ``zbus.runtime.answering.Answers``."""
 
     def __init__(self, runtime: InlineRuntime, peer: InlinePeer) -> None:
         self._runtime = runtime

@@ -13,7 +13,7 @@ import pytest
 import zbus
 from controller import Controller
 from launching import launch, probes
-from waiting import wait_until
+from waiting import scaled, wait_until
 from zbus.runtime.processes import is_alive, start_time
 
 
@@ -128,9 +128,13 @@ def test_calls_work_inside_a_running_loop_and_can_be_awaited(bus):
 
         ticker = asyncio.create_task(tick())
         assert actor.echo(1) == 1
-        await actor.sleep.aio(0.2)
+        async with asyncio.timeout(scaled(20)):
+            gained = 0
+            while gained <= 5:  # a busy machine may not run this process during one call
+                before = ticks
+                await actor.sleep.aio(0.2)
+                gained = ticks - before
         ticker.cancel()
-        assert ticks > 5
         return await asyncio.gather(*(actor.slow_echo.aio(number) for number in range(20)))
 
     assert asyncio.run(main()) == list(range(20))

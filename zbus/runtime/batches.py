@@ -56,7 +56,7 @@ class Holding(Protocol):
 
 
 class BatchHost(Owner, Protocol):
-    """The executor, as far as a batch needs it."""
+    """What answers the calls of a batch (``Answering``), as far as their loop needs it."""
 
     done: int
 
@@ -69,6 +69,9 @@ class BatchHost(Owner, Protocol):
 
     def refused(self, request: Execute, index: int, now: int) -> bool:
         """Answer a call that is not to begin any more, and say so."""
+
+    def skip(self, request: Execute, start: int) -> None:
+        """Answer the calls behind the first failure of a strict batch."""
 
     def fail(
         self, request: Execute, index: int, method: Any, error: BaseException, started: int, decoded: int, *,
@@ -121,7 +124,7 @@ def run_batch(  # noqa: C901, PLR0915  # hot path: one loop, in which every furt
         for index in range(len(calls)):
             if (unwanted or now >= deadline_ns) and host.refused(request, index, now):
                 if request.strict:
-                    _skip(holding, request, index + 1)
+                    host.skip(request, index + 1)
                     break
                 continue
             seq = first + index
@@ -148,7 +151,7 @@ def run_batch(  # noqa: C901, PLR0915  # hot path: one loop, in which every furt
                 begun = type(method) is str and method in known
                 host.fail(request, index, method, error, started, decoded, begun=begun)
                 if request.strict:
-                    _skip(holding, request, index + 1)
+                    host.skip(request, index + 1)
                     break
                 started = decoded = now = monotonic_ns()
                 continue
@@ -180,12 +183,6 @@ def _answer(  # private
     else:
         ring.answered(request.seq + index, frames)
         holding.finish(request, index, Kind.RESULT, Status.OK, frames)
-
-
-def _skip(holding: Holding, request: Execute, start: int) -> None:
-    """Answer the calls behind the first failure of a strict batch."""
-    for index in range(start, request.calls):
-        holding.finish(request, index, Kind.FAILURE, Status.PREDECESSOR, ())
 
 
 def refuse_stream(method: str) -> NoReturn:

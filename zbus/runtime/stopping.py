@@ -20,7 +20,7 @@ __all__ = ["CurrentCall", "NotBegun", "Owner", "Wanted", "checkpoint", "running"
 
 
 class Owner(Protocol):
-    """The executor that runs a call."""
+    """What answers a call."""
 
     def is_stopped(self, request: Execute) -> bool:
         """Tell whether the caller of a request no longer wants it."""

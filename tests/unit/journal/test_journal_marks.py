@@ -127,9 +127,8 @@ def executor() -> Iterator[Executor]:
     yield made
     failpoints.configure(None)
     made.close()
-    loop = made._loop
-    assert loop is not None
-    wait_until(loop.is_closed, what="the end of the loop")
+    assert made.async_lanes is not None
+    wait_until(made.async_lanes.loop.is_closed, what="the end of the loop")
 
 
 def request(*calls: tuple[str, tuple[Any, ...]], seq: int = 4, lane: str = "main", strict: bool = False) -> Execute:
@@ -186,8 +185,8 @@ def test_arguments_go_before_the_caller_hears_of_the_end(
     """Whoever is answered finds the memory of what it sent free again."""
     method = "add" if lane == "main" else "sync_there"
     given = request((method, ()), lane=lane)
-    monkeypatch.setattr("zbus.runtime.executor.decode_calls", lambda *_: [[method, [], {"given": Argument()}]])
-    monkeypatch.setitem(executor._functions, method, lambda given: None)
+    monkeypatch.setattr("zbus.runtime.intake.decode_calls", lambda *_: [[method, [], {"given": Argument()}]])
+    monkeypatch.setitem(executor._served._functions, method, lambda given: None)
     (executor.run_main if lane == "main" else executor.dispatch)(given)
     wait_until(lambda: story and story[-1][0] == "finish", what="the end of the call")
     assert story.index(("gone",)) < story.index(("finish", 4, "OK"))

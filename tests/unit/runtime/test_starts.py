@@ -17,6 +17,7 @@ from zbus.data.desk import refs_in
 from zbus.engine import endpoints_of
 from zbus.errors import CodecError, RefLostError
 from zbus.protocol.messages import Buffers, CancelRunning, Execute, Kind, Status
+from zbus.runtime.async_lanes import AsyncLanes
 from zbus.runtime.executor import Executor
 from zbus.runtime.stopping import stop_if_cancelled
 
@@ -103,6 +104,11 @@ class Bench:
         self.executor = Executor(name="actor/0", incarnation=1, answers=self.answers, builtins={}, refs=self.refs)
         self.executor.install(self.engine, endpoints_of(Works))
 
+    @property
+    def lanes(self) -> AsyncLanes:
+        assert self.executor.async_lanes is not None
+        return self.executor.async_lanes
+
     def request(self, seq: int, *calls: list[Any], lane: str = "rollout", deadline_ns: int | None = None) -> Execute:
         return Execute(SESSION, lane, seq, len(calls), encode(list(calls)), deadline_ns, 0, False, 1, 0, 1)
 
@@ -139,8 +145,7 @@ def test_on_an_async_lane_calls_begin_in_order_though_the_first_waits_for_its_ar
     bench.executor.dispatch(bench.request(2, ["load", [ref()], {}], ["load", ["third"], {}]))
     bench.executor.dispatch(bench.request(4, ["missing", [ref()], {}]))
     assert bench.refs.asked.wait(scaled(20))
-    loop = bench.executor._loop
-    assert loop is not None
+    loop = bench.lanes.loop
     for _ in range(5):  # rounds of the loop in which the second could begin
         passed = threading.Event()
         loop.call_soon_threadsafe(passed.set)
@@ -151,7 +156,7 @@ def test_on_an_async_lane_calls_begin_in_order_though_the_first_waits_for_its_ar
     wait_until(lambda: len(bench.engine.began) == 4)
     if method == "load":  # a thread's first step may come late
         assert bench.engine.began[:2] == ["weights", "second"]
-    assert not bench.executor._behind
+    assert not bench.lanes.behind
 
 
 def test_a_call_that_is_cancelled_while_its_arguments_come_has_not_begun(bench: Bench) -> None:
@@ -184,7 +189,7 @@ def test_a_call_of_the_main_lane_that_nobody_wants_when_its_arguments_are_there_
     thread.join(scaled(20))
     assert bench.told(calls) == [why] * calls
     assert bench.engine.began == []
-    assert not bench.executor.unwanted
+    assert not bench.executor._answering.unwanted
 
 
 def test_an_async_call_whose_arguments_come_too_late_does_not_begin(bench: Bench) -> None:
@@ -232,7 +237,7 @@ class NoArrays:
 @pytest.mark.parametrize("method", ["load_main", "load"])
 def test_calls_whose_arrays_do_not_come_were_not_started_and_say_so(bench: Bench, method: str) -> None:
     """All calls of the request: none of them can be read."""
-    bench.executor._arrays = NoArrays()
+    bench.executor._intake._arrays = NoArrays()
     lane = "main" if method == "load_main" else "rollout"
     (body,) = encode([[method, [1], {}]] * 2)
     request = Execute(SESSION, lane, 0, 2, [body, b"x" * 600], None, 0, False, 1, 0, 1)
@@ -243,7 +248,7 @@ def test_calls_whose_arrays_do_not_come_were_not_started_and_say_so(bench: Bench
 
 def occupied(bench: Bench) -> int:
     """Have every thread for sync endpoints of async lanes busy; return how many calls that took."""
-    pool = bench.executor._pool_of("zbus.beside")
+    pool = bench.executor.pools.of("zbus.beside")
     for seq in range(pool._max_workers):
         bench.executor.dispatch(bench.request(seq, ["occupy", [], {}]))
     wait_until(lambda: len(bench.engine.began) == pool._max_workers, what="all threads to be busy")
@@ -254,8 +259,8 @@ def test_a_sync_call_of_an_async_lane_that_is_cancelled_while_no_thread_is_free_
     """It is told at once; the calls behind it in its batch likewise."""
     busy = occupied(bench)
     bench.executor.dispatch(bench.request(busy, ["load_beside", [1], {}], ["load_beside", [2], {}]))
-    wait_until(lambda: (SESSION, "rollout", busy) in bench.executor._tasks, what="the call to wait for a thread")
-    wait_until(lambda: bench.executor._pools["zbus.beside"]._work_queue.qsize() == 1)
+    wait_until(lambda: (SESSION, "rollout", busy) in bench.lanes.tasks, what="the call to wait for a thread")
+    wait_until(lambda: bench.executor.pools.made["zbus.beside"]._work_queue.qsize() == 1)
     bench.executor.cancel(CancelRunning(SESSION, "rollout", busy))
     assert bench.told(2) == ["CANCELLED", "CANCELLED"]
     bench.engine.gate.set()
@@ -300,7 +305,7 @@ class Patient:
 @pytest.mark.parametrize("method", ["load_main", "load", "load_beside"])
 def test_a_cancel_ends_the_wait_for_a_value(bench: Bench, method: str) -> None:
     """The call is CANCELLED, not begun, and no thread goes on waiting; what is behind it begins."""
-    refs = bench.executor._refs = Patient()
+    refs = bench.executor._steps.refs = Patient()
     lane = "main" if method == "load_main" else "rollout"
     request = bench.request(0, [method, [ref()], {}], lane=lane)
     behind = bench.request(1, [method, ["free"], {}], lane=lane)
