@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from controller.group import Group
 from controller.outcomes import spans
+from controller.stuck import answer_of
 from controller.trajectories import as_batch, fill_up, per_item, rows_of
 from zbus.config import sync_to_disk
 from zbus.engine import Mesh, Split
@@ -62,12 +63,22 @@ class TrainController:
         role: Name of the training role.
         pad_to: ``"equal"``: fill batches of ``eval_batch`` and ``forward_batch`` up until ranks get equally many rows.
             The added rows count in no statistic and no result. None: as the engine asks when it is initialised.
+        patience: How long ranks are waited for when another has failed in a call in which they meet: seconds or text.
+            Ranks that are still inside a collective then are given fresh processes, with all others of the role; the
+            error says so, and what to do next. None: they stay there until torch's own limit (``collectives``).
 
     Attributes:
         stats: What this controller records of its calls; ``export_stats`` hands it over with what the ranks recorded.
     """
 
-    def __init__(self, bus: Controller, role: str = "actor", *, pad_to: Literal["equal"] | None = None) -> None:
+    def __init__(
+        self,
+        bus: Controller,
+        role: str = "actor",
+        *,
+        pad_to: Literal["equal"] | None = None,
+        patience: float | str | None = "30s",
+    ) -> None:
         if pad_to not in (None, "equal"):
             msg = f"pad_to={pad_to!r} is not known"
             raise ConfigError(msg, hint='give "equal" or None')
@@ -76,6 +87,7 @@ class TrainController:
         self.group: Group = bus.group(role)
         self.stats = Stats()
         self._pad_to: str | None = pad_to
+        self._patience_s = None if patience is None else duration_s(patience, "patience")
         self._traces = False
         ours = TrainEngine.__zbus_endpoints__
         for name, spec in self.group.endpoints.items():
@@ -277,7 +289,7 @@ class TrainController:
             filled, count = fill_up(columns, len(self.heads), None)
             split = Split(_AXIS)
         call = self.group.forward_batch.options(deadline=deadline, split=split)
-        answer = call(filled, output, dict(options or {}))
+        answer = self._met(call, filled, output, dict(options or {}))
         if listed:
             return per_item(answer, count)
         return answer if filled is columns else _first_rows(answer, count)
@@ -299,7 +311,11 @@ class TrainController:
             split = split or Split(_AXIS, by="tokens", groups=groups)
         with self.stats.scope(method), self.stats.timing("call"):
             call = getattr(self.group, method).options(deadline=deadline, split=split)
-            return self._report(call(columns, loss, told), method, loss)
+            return self._report(self._met(call, columns, loss, told), method, loss)
+
+    def _met(self, call: Any, *args: Any) -> Any:
+        """Call ranks that meet in collectives."""
+        return answer_of(self.bus, self.group, call.start(args, {}), self._patience_s)
 
     def _report(self, answers: Sequence[Any], method: str, loss: str) -> Report:
         report = merge_reports({rank: answers[rank] for rank in self.heads})
@@ -317,7 +333,7 @@ class TrainController:
 
     def optimizer_step(self, *, deadline: float | str | None = None) -> Report:
         """Step with the gradients of all ``forward_backward_batch`` since the last step."""
-        answers = self.group.optimizer_step.options(deadline=deadline)()
+        answers = self._met(self.group.optimizer_step.options(deadline=deadline))
         return merge_reports({rank: answers[rank] for rank in self.heads})
 
     def lr_scheduler_step(self) -> float:
@@ -354,7 +370,7 @@ class TrainController:
         target.parent.mkdir(parents=True, exist_ok=True)
         temp = target.with_name(f".{target.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
         try:
-            self.group.save.options(deadline=deadline)(str(temp), kind)
+            self._met(self.group.save.options(deadline=deadline), str(temp), kind)
             for file in [*temp.rglob("*"), temp]:
                 sync_to_disk(file)
             temp.rename(target)
@@ -376,7 +392,8 @@ class TrainController:
         Raises:
             BatchError: Ranks refused it or failed.
         """
-        told: dict[str, Any] = self.group.load.options(deadline=deadline)(str(Path(path).absolute()), kind)[0]
+        call = self.group.load.options(deadline=deadline)
+        told: dict[str, Any] = self._met(call, str(Path(path).absolute()), kind)[0]
         return told
 
     def get_version(self) -> int:

@@ -86,3 +86,48 @@ class Subclass(TorchTrainEngine):
 
     def make_optimizer(self, model: Any) -> Any:
         return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+class _Brittle(Block):
+    """A layer that refuses what ``Brittle`` marks."""
+
+    refuses = False
+
+    def forward(self, x: Any) -> Any:
+        if self.refuses:
+            msg = "a layer refuses a row that begins with 12"
+            raise ValueError(msg)
+        return super().forward(x)
+
+
+class Brittle(Tiny):
+    """A model whose last layer fails, with the layers before it done, on a row that begins with token 12."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[-1].__class__ = _Brittle
+
+    def forward(self, tokens: Any) -> Any:
+        self.blocks[-1].refuses = bool((tokens[:, 0] == 12).any())
+        return super().forward(tokens)
+
+
+class _NoWayBack(torch.autograd.Function):
+    """As it was forward, and an error back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        msg = "no way back from a row that begins with 12"
+        raise ValueError(msg)
+
+
+def one_way(model: Any, batch: Any) -> Any:
+    """As ``sft``, but with a row that begins with token 12 the way back fails at once."""
+    loss, weight, stats = sft(model, batch)
+    if (batch["input_ids"][:, 0] == 12).any():
+        loss = _NoWayBack.apply(loss)
+    return loss, weight, stats

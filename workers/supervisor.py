@@ -317,8 +317,12 @@ class Supervisor:
         entry.state, entry.deadline_ns = _State.WAITING, now_ns + round(pause * _NS)
 
     def _restart_when_gone(self, now_ns: int) -> list[Effect]:
-        """Under ``all`` the new generation begins only when the old one is gone; else each rank alone."""
-        if self._policy.restart == "all" and any(entry.state in _ALIVE for entry in self._ranks.values()):
+        """Under ``all`` the new generation begins only when the old one is gone; else those asked for together do.
+
+        Rank 0 has a new store for torch then: a peer that began before it would be told of the old one.
+        """
+        alive = [entry for entry in self._ranks.values() if entry.state in _ALIVE]
+        if alive and (self._policy.restart == "all" or any(entry.again for entry in alive)):
             return []
         for rank, entry in self._ranks.items():
             if entry.again and entry.state is _State.IDLE:

@@ -167,6 +167,18 @@ def test_an_asked_restart_is_not_a_failure() -> None:
     assert group.on_event(1, Tick()) == [StartRank(0), StartRank(1)]
 
 
+def test_ranks_that_are_asked_for_together_begin_together() -> None:
+    """Whatever the policy, who ends first waits for who is stuck: rank 0 has a new store, that its peers are told."""
+    for restart in ("never", "one"):
+        machine = _up(3, Policy(restart=restart, backoff_s=0))
+        assert machine.on_event(0, RestartAsked(0)) == [SignalRank(0, signal.SIGTERM)]
+        assert machine.on_event(0, RestartAsked(1)) == [SignalRank(1, signal.SIGTERM)]
+        assert machine.on_event(1, Exited(1, 143, "")) == []
+        assert machine.on_event(2, Tick()) == []
+        assert machine.on_event(3, Exited(0, -9, "")) == []
+        assert machine.on_event(3, Tick()) == [StartRank(0), StartRank(1)]
+
+
 def test_a_restart_of_an_unknown_rank_does_nothing() -> None:
     """A number from the wire that is not ours is ignored."""
     assert _up(1).on_event(0, RestartAsked(7)) == []

@@ -212,7 +212,12 @@ class TorchTrainEngine(PublishesWeights, TrainEngine):
         """Return how rows stay together, and a loss or output with its keywords."""
         told = dict(options)
         groups = told.pop("groups", None)
-        function = self._named(what, name)
+        trainer = self.trainer
+        try:
+            function = self._named(what, name)
+        except Exception:
+            trainer.withdraw()  # it may be this rank alone that cannot load it
+            raise
         return groups, functools.partial(function, **told) if told else function
 
     def _named(self, what: str, name: str) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.engines.models import dtype_of
+from workers.engines.train.meeting import Meeting
 from workers.engines.train.place import Place
 from workers.engines.train.settings import Settings
 from zbus.errors import ConfigError
@@ -103,6 +104,20 @@ class Replica:
             for module in self.model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
+
+    def meet(self, meeting: Meeting) -> None:
+        """Have ranks meet before parts of layers are gathered."""
+        if self.in_parts:
+            for layer in _layers(self.model):
+                meeting.before(layer)
+            meeting.before(self.model)
+
+    def recover(self) -> None:
+        """Be ready for the next pass on all ranks alike, after one was left half-way."""
+        self.part()
+        reset = getattr(self.model, "reset_iter_state", None) if self.in_parts else None
+        if reset is not None:  # torch before 2.13 has none, and gets over it by itself in the next pass forward
+            reset()
 
     def _cast(self) -> AbstractContextManager[Any]:
         if self._dtype is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from workers.engines.weights.group import keep_local
 from zbus.codec import decode, encode
 from zbus.errors import ConfigError
 
@@ -33,6 +36,8 @@ class Place:
         tp, tp_size: On the axis over which layers are split.
         device: Of the model.
         mesh: Torch's mesh of all ranks; None for a process without a group.
+        words: Gloo group of the ranks of ``dp`` at the same place of the other axes; None where that is this one alone.
+            What they say there crosses no collective of the model's.
     """
 
     rank: int = 0
@@ -43,6 +48,7 @@ class Place:
     tp_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     mesh: DeviceMesh | None = None
+    words: Any = None
 
     @property
     def coords(self) -> dict[str, int]:
@@ -68,10 +74,22 @@ def join(ctx: Context, device: str, backend: str, timeout_s: float) -> Place:
         chosen.type, tuple(size for axis, size in axes.items() if axis in _KNOWN),
         mesh_dim_names=tuple(axis for axis in axes if axis in _KNOWN),
     )  # fmt: skip
+    keep_local(ctx.master_addr)
     coords = ctx.coords
     return Place(
-        ctx.rank, ctx.world_size, coords["dp"], axes["dp"], coords.get("tp", 0), axes.get("tp", 1), chosen, mesh
-    )
+        ctx.rank, ctx.world_size, coords["dp"], axes["dp"], coords.get("tp", 0), axes.get("tp", 1), chosen, mesh,
+        _words(mesh, timeout_s) if axes["dp"] > 1 else None,
+    )  # fmt: skip
+
+
+def _words(mesh: DeviceMesh, timeout_s: float) -> Any:
+    """Make the groups that ranks of ``dp`` talk in, and return this rank's. Collective over all ranks."""
+    names = mesh.mesh_dim_names or ()
+    ranks = mesh.mesh.movedim(names.index("dp"), -1)
+    lists = ranks.reshape(-1, ranks.shape[-1]).tolist()
+    timeout = dt.timedelta(seconds=timeout_s)
+    own, _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout, backend="gloo")
+    return own
 
 
 def _device(name: str, local_rank: int) -> torch.device:
@@ -88,19 +106,17 @@ def _device(name: str, local_rank: int) -> torch.device:
 
 
 class Peers:
-    """The ranks of the axis ``dp`` at the same place of the other axes. Every method is a collective on ``main``."""
+    """Ranks of the axis ``dp`` at the same place of the other axes. All but ``fail`` are collectives on ``main``."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._group: Any = None if place.mesh is None or place.dp_size == 1 else place.mesh.get_group("dp")
-        backend = "" if self._group is None else dist.get_backend(self._group)
-        self._device = place.device if backend == "nccl" else torch.device("cpu")
+        self._group: Any = place.words
 
     def gather(self, *numbers: int) -> list[list[int]]:
         """Return every rank's numbers, by its position on ``dp``."""
         if self._group is None:
             return [list(numbers)]
-        own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        own = torch.tensor(numbers, dtype=torch.int64)
         found = [torch.empty_like(own) for _ in range(self._place.dp_size)]
         dist.all_gather(found, own, group=self._group)
         return [[int(number) for number in one] for one in found]
@@ -109,9 +125,19 @@ class Peers:
         """Return the sum of each number over the ranks, the same on all of them."""
         if self._group is None:
             return list(numbers)
-        total = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        total = torch.tensor(numbers, dtype=torch.float64)
         dist.all_reduce(total, group=self._group)
         return [float(number) for number in total]
+
+    def fail(self) -> None:
+        """Tell the others that this rank has failed, as the last number of the ``sum`` they are in, or come to.
+
+        Waits for nobody: the others may be long in coming, or stuck.
+        """
+        if self._group is not None:
+            told = torch.tensor([0.0, 1.0], dtype=torch.float64)
+            with suppress(RuntimeError):  # the group is broken, so nobody waits there
+                dist.all_reduce(told, group=self._group, async_op=True)
 
     def lend(self, value: Mapping[str, Any] | None, owner: int) -> Mapping[str, Any]:
         """Return what the rank at position ``owner`` of ``dp`` gives: plain data and arrays, as in a call."""
@@ -128,6 +154,6 @@ class Peers:
         """Return the owner's array, whose size all know."""
         if self._group is None:
             return array
-        tensor = torch.from_numpy(array).to(self._device)
+        tensor = torch.from_numpy(array)
         dist.broadcast(tensor, dist.get_global_rank(self._group, owner), group=self._group)
-        return tensor.cpu().numpy()
+        return tensor.numpy()

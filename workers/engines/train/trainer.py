@@ -9,7 +9,6 @@ import math
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from workers.engines.train.meeting import Meeting, left
 from workers.engines.train.outputs import joined
 from workers.engines.train.parallel import Replica, norm_and_clip, scale_gradients
 from workers.engines.train.place import Peers, Place
@@ -88,6 +88,8 @@ class Trainer:
         self.settings = settings
         self._peers = Peers(self.place)
         self._replica = Replica(model, self.place, settings)
+        self._meeting = Meeting(self._peers)
+        self._replica.meet(self._meeting)
         self.model = model
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = (
@@ -137,13 +139,16 @@ class Trainer:
         self.model.train()
         try:
             passes = self._passes(batch, name, groups, equally=True).todo
-            for number, (rows, counts) in enumerate(passes):
-                with self._replica.portion(last=number == len(passes) - 1):
-                    total = self._forward(loss, name, rows, sums, counts=counts)
-                    with span("backward", category="compute", loss=name):
-                        total.backward()
+            with self._meeting.passing(name):
+                for number, (rows, counts) in enumerate(passes):
+                    with self._replica.portion(last=number == len(passes) - 1):
+                        total = self._forward(loss, name, rows, sums, counts=counts)
+                        with self._meeting.apart(), span("backward", category="compute", loss=name):
+                            total.backward()
+                self._meeting.end()  # nobody steps unless all have gone back
         except BaseException:
             self.zero_grad()
+            self._replica.recover()
             raise
         return sums.report()
 
@@ -158,10 +163,11 @@ class Trainer:
         """
         sums = _Sums()
         self.model.eval()
-        for rows, counts in self._passes(batch, name, groups, equally=self._replica.in_parts).todo:
-            found = _read(self._replica.look(loss, rows), name)
+        for answer, counts in self._looked(
+            self._passes(batch, name, groups, equally=self._replica.in_parts), loss, name
+        ):
             if counts:
-                _add(sums, *found)
+                _add(sums, *_read(answer, name))
         return sums.report()
 
     def forward(self, batch: Any, output: Output, name: str = "output") -> Any:
@@ -175,8 +181,7 @@ class Trainer:
         """
         self.model.eval()
         passes = self._passes(batch, name, None, equally=self._replica.in_parts, filled=True)
-        answers = [(self._replica.look(output, rows), counts) for rows, counts in passes.todo]
-        found = [answer for answer, counts in answers if counts]
+        found = [answer for answer, counts in self._looked(passes, output, name) if counts]
         return joined(passes.rows, list(zip(passes.portions, found, strict=True)), name)
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -244,6 +249,10 @@ class Trainer:
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
+    def withdraw(self) -> None:
+        """Tell the other ranks, which have a batch, that this one cannot begin. Collective, with theirs."""
+        self._peers.gather(0, 0, 1)
+
     def _passes(
         self, batch: Any, name: str, groups: int | str | None, *, equally: bool, filled: bool = False
     ) -> _Passes:
@@ -257,12 +266,12 @@ class Trainer:
             portions = rows.portions(self.settings.micro_rows, self.settings.micro_tokens, groups)
             own = [(rows.tensors(portion, self.place.device), True) for portion in portions]
         except Exception:
-            self._peers.gather(0, 0, 1)  # the others leave too: none waits for this one
+            self.withdraw()
             raise
         told = self._peers.gather(rows.count, len(own), 0)
         failed = [dp for dp, (_, _, wrong) in enumerate(told) if wrong]
         if failed:
-            raise ConnectionAbortedError(_left(f"position {', '.join(map(str, failed))} of dp", name))
+            raise ConnectionAbortedError(left(f"position {', '.join(map(str, failed))} of dp", name))
         if not any(count for count, _, _ in told):
             msg = f"no rank has a row of this batch for {name!r}"
             raise ConfigError(msg, hint="pass at least one row")
@@ -283,29 +292,31 @@ class Trainer:
         lent = self._peers.lend(rows.row(0) if owner == self.place.dp else None, owner)
         return Rows(lent).tensors([0], self.place.device)
 
+    def _looked(self, passes: _Passes, function: Loss, name: str) -> list[tuple[Any, bool]]:
+        """Run passes without gradients; return each answer, and whether it counts."""
+        if not self._replica.in_parts:  # no rank needs another
+            return [(self._replica.look(function, rows), counts) for rows, counts in passes.todo]
+        answers = []
+        try:
+            with self._meeting.passing(name):
+                for rows, counts in passes.todo:
+                    answers.append((self._replica.look(function, rows), counts))
+                    self._meeting.end()
+        except BaseException:
+            self._replica.recover()
+            raise
+        return answers
+
     def _forward(self, loss: Loss, name: str, rows: dict[str, Any], sums: _Sums, *, counts: bool) -> Tensor:
         """Run a loss forward; all ranks learn whether it failed anywhere before any goes back, so none waits for it."""
-        try:
-            with span("forward", category="compute", loss=name):
-                answer = self._replica.run(loss, rows)
-            total, weight, extra = _read(answer, name)
-        except Exception:
-            with suppress(RuntimeError):  # of a model in parts the others may be in another collective
-                self._peers.sum(0.0, 1.0)
-            raise
-        weight = float(weight) if counts else 0.0
-        of_all, failed = self._peers.sum(weight, 0.0)
-        if failed:
-            raise ConnectionAbortedError(_left("another rank", name))
-        self._weight += of_all
+        with span("forward", category="compute", loss=name):
+            answer = self._replica.run(loss, rows)
+        total, weight, extra = _read(answer, name)
+        self._weight += self._meeting.end(float(weight) if counts else 0.0)
         if not counts:
             return total * 0
         _add(sums, total, weight, extra)
         return total
-
-
-def _left(who: str, name: str) -> str:
-    return f"{who} failed in {name!r}, so this rank left the batch too, without a step; see the error of that rank"
 
 
 def seed_all(seed: int) -> None:

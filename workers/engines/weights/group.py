@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from zbus.runtime.context import Context
 
-__all__ = ["WeightsGroup", "host_store", "reach_store"]
+__all__ = ["WeightsGroup", "host_store", "keep_local", "reach_store"]
 
 _BACKENDS: Final = {"gloo": ("ProcessGroupGloo", "cpu"), "nccl": ("ProcessGroupNCCL", "cuda")}
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
@@ -37,7 +37,7 @@ def host_store(ctx: Context, timeout: dt.timedelta) -> Any:
     """
     from torch.distributed import TCPStore
 
-    _keep_local(ctx.master_addr)
+    keep_local(ctx.master_addr)
     return TCPStore(
         ctx.master_addr, ctx.port(0), is_master=True, timeout=timeout, wait_for_workers=False,
         master_listen_fd=ctx.listen_fd(0), use_libuv=True,
@@ -52,11 +52,12 @@ def reach_store(host: str, port: int, timeout: dt.timedelta) -> Any:
     """
     from torch.distributed import TCPStore
 
-    _keep_local(host)
+    keep_local(host)
     return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False, use_libuv=True)
 
 
-def _keep_local(host: str) -> None:
+def keep_local(host: str) -> None:
+    """Have gloo connect over loopback where that is where the ranks are."""
     if host in _LOOPBACK:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
