@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from zbus.rl.generation import Completion, Sampling
 from zbus.rl.seeds import sub_seed
 
-__all__ = ["EpisodeEngine", "Workflow", "answers_of"]
+__all__ = ["EpisodeEngine", "Workflow", "answers_of", "samplings_of"]
 
 
 class EpisodeEngine(Protocol):
@@ -47,6 +47,14 @@ class Workflow(Protocol):
         ...
 
 
+def samplings_of(count: int, sampling: Sampling | None) -> list[Sampling]:
+    """Return how each of several answers to one prompt is sampled; of a seed each has its own that follows from it."""
+    one = sampling or Sampling()
+    if one.seed is None:
+        return [one] * count
+    return [replace(one, seed=sub_seed(one.seed, number)) for number in range(count)]
+
+
 async def answers_of(
     generate: Callable[[Sequence[int], Sampling], Awaitable[Completion]],
     prompt: Sequence[int],
@@ -59,9 +67,7 @@ async def answers_of(
     """
     import asyncio
 
-    one = sampling or Sampling()
-    each = [one if one.seed is None else replace(one, seed=sub_seed(one.seed, number)) for number in range(count)]
-    answers = [asyncio.ensure_future(generate(prompt, sampling)) for sampling in each]
+    answers = [asyncio.ensure_future(generate(prompt, each)) for each in samplings_of(count, sampling)]
     try:
         return await asyncio.gather(*answers)
     except BaseException:

@@ -52,6 +52,18 @@ def test_an_episode_generates_scores_and_returns_its_trajectories(flows, run):
         assert item["reward"] == -distance(item["ids"], [5, 6])
 
 
+def test_several_answers_to_one_prompt_end_together_with_the_first_error(engine, run):
+    """The error is the model's own, and the places of the answers that are given up are free at once."""
+    one = engine("Picky", workflows={"made": f"{FLOWS}:made"}, rewards=REWARDS)
+
+    with pytest.raises(RuntimeError, match="token 13 is bad luck"):
+        run(one.run_episode("made", {"prompt": [1, 13], "truth": [1]}))
+
+    assert one.do_state() == {"running": 0, "waiting": 0}
+    counted = one.do_stats()
+    assert counted["generate/failed"]["sum"][0] + counted["generate/cancelled"]["sum"][0] == 3
+
+
 def test_many_episodes_share_the_steps_of_the_model(flows, run):
     """Episodes run side by side."""
 

@@ -6,76 +6,32 @@ holds ``step_lock``, so whoever holds that changes the model inside none.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final
 
-import numpy as np
 import torch
 
 import zbus
+from workers.engines.generate.requests import Request, Told, deliver
 from workers.engines.generate.rows import Rows
 from workers.engines.generate.sampling import Sampler
 from workers.engines.generate.scheduler import Scheduler, Step
 from zbus import trace
-from zbus.rl.generation import Completion, Finish, Sampling, VersionSpan
+from zbus.rl.generation import Finish
 from zbus.runtime.gil import name_thread
 from zbus.trace.tracer import SPAN, get_tracer
 
-__all__ = ["Decoder", "Request"]
+__all__ = ["Decoder"]
 
 _CHECK_S: Final = 0.05
 """How often a pause that waits looks whether its caller still wants it."""
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """One answer that somebody waits for, on the event loop that made ``done``.
-
-    Attributes:
-        prompt: Its tokens.
-        sampling: How to answer.
-        limit: Most tokens of the answer: ``sampling.max_tokens`` or what the model has room for.
-        seed: Of its chance.
-        done: Gets the ``Completion`` or the error.
-        tokens: Gets every token and its log-probability as they are made, and None at the end; None: nobody reads them.
-    """
-
-    prompt: Sequence[int]
-    sampling: Sampling
-    limit: int
-    seed: int
-    done: asyncio.Future[Completion]
-    tokens: asyncio.Queue[tuple[int, float] | None] | None = None
-    key: int = -1
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)  # version, and the first token that it made
-    since_ns: int = field(default_factory=time.monotonic_ns)
-    ended: bool = False
-    suspected: bool = False
-
-    def completion(self, finish: Finish) -> Completion:
-        """Return the answer as it is now."""
-        ends = [start for _, start in self.spans[1:]] + [len(self.ids)]
-        return Completion(
-            np.array(self.ids, np.int64),
-            np.array(self.logprobs, np.float32),
-            finish,
-            tuple(VersionSpan(version, start, end) for (version, start), end in zip(self.spans, ends, strict=False)),
-        )  # of an empty answer: no span, one end
-
-
-Told = tuple[Request, Callable[[], None]]
-"""What is to be done on the event loop of a request."""
 
 
 class Decoder:
@@ -119,27 +75,30 @@ class Decoder:
         """Begin."""
         self._thread.start()
 
-    def submit(self, request: Request) -> None:
-        """Take a request.
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Take requests.
 
         Raises:
             RuntimeError: This is closed.
-            ValueError: It is too long ever to be admitted.
+            ValueError: One is too long ever to be admitted; those before it are taken.
         """
         with self._changed:
             if self._closed:
                 msg = f"{self._name} generates no more: it is being stopped"
                 raise RuntimeError(msg)
-            request.key = next(self._keys)
-            self._scheduler.submit(request.key, len(request.prompt), len(request.prompt) + request.limit)
-            self._requests[request.key] = request
+            for request in requests:
+                request.key = next(self._keys)
+                self._scheduler.submit(request.key, len(request.prompt), len(request.prompt) + request.limit)
+                self._requests[request.key] = request
             self._changed.notify_all()
 
-    def forget(self, request: Request) -> None:
-        """Give up a request nobody waits for any more; its place is free from the next step on."""
+    def forget(self, requests: Sequence[Request]) -> None:
+        """Give up those that nobody waits for any more; their places are free from the next step on."""
         with self._changed:
-            if not request.ended:
-                self._drop(request, "cancelled")
+            left = [request for request in requests if not request.ended and request.key in self._requests]
+            for request in left:
+                self._drop(request, "cancelled", error="cancelled")
+            if left:
                 self._changed.notify_all()
 
     def freeze(self) -> int:
@@ -179,7 +138,7 @@ class Decoder:
         """End those that have begun with what they have, and on request the others with nothing; return how many."""
         with self._quiet():
             keys = self._scheduler.keys if waiting else self._scheduler.begun
-            _deliver([self._end(self._requests[key], "abort") for key in keys])
+            deliver([self._end(self._requests[key], "abort") for key in keys])
             return len(keys)
 
     def reset(self) -> None:
@@ -275,7 +234,7 @@ class Decoder:
             logits = self._rows.prefill(sequences)
             told = self._advance(new, logits, self._sampler_of(new))
         self._count(begin, "prefill", tokens)
-        _deliver(told)
+        deliver(told)
 
     def _decode(self, rows: Sequence[Request], keys: tuple[int, ...], begin: int) -> None:
         if keys != self._sampled:
@@ -283,7 +242,7 @@ class Decoder:
         tokens = torch.tensor([request.ids[-1] for request in rows], device=self._device)
         told = self._advance(rows, self._rows.decode(tokens), self._sampler)
         self._count(begin, "decode", len(rows))
-        _deliver(told)  # whoever has an answer finds it counted
+        deliver(told)  # whoever has an answer finds it counted
         trace.counter("generation", rows=len(rows), steps=self._steps)
         self._steps += 1
 
@@ -330,7 +289,7 @@ class Decoder:
             for request in requests:
                 request.suspected = True
             self._scheduler.suspect([request.key for request in requests])
-            _deliver([self._fail(request, error) for request in ends if not request.ended])
+            deliver([self._fail(request, error) for request in ends if not request.ended])
 
     def _nan(self, request: Request) -> str:
         place = len(request.prompt) + len(request.ids)
@@ -339,14 +298,18 @@ class Decoder:
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def _end(self, request: Request, finish: Finish) -> Told:
-        self._drop(request, f"finish_{finish}")
-        return request, partial(_resolve, request, request.completion(finish))
+        self._drop(request, f"finish_{finish}", finish=finish)
+        return request, partial(request.resolve, request.completion(finish))
 
     def _fail(self, request: Request, error: BaseException) -> Told:
-        self._drop(request, "failed")
-        return request, partial(_reject, request, error)
+        self._drop(request, "failed", error=type(error).__name__)
+        return request, partial(request.reject, error)
 
-    def _drop(self, request: Request, why: str) -> None:
+    def _drop(self, request: Request, why: str, **told: str) -> None:
+        tracer = get_tracer()
+        if tracer.on:
+            facts = {"prompt": len(request.prompt), "tokens": len(request.ids), "version": self.version, **told}
+            tracer.append((SPAN, "generate", "compute", request.since_ns, time.monotonic_ns(), facts, None))
         request.ended = True
         del self._requests[request.key]
         self._scheduler.end(request.key)
@@ -355,39 +318,10 @@ class Decoder:
     def _end_all(self, error: BaseException) -> None:
         with self._changed:
             self._closed = True
-            _deliver([self._fail(request, error) for request in [*self._requests.values()]])
+            deliver([self._fail(request, error) for request in [*self._requests.values()]])
 
     def _count(self, begin: int, phase: str, tokens: int) -> None:
         with self._changed:
             self._counts[f"{phase}_tokens"] += tokens
             self._counts[f"{phase}_s"] += (time.monotonic_ns() - begin) / 1e9
             self._counts[f"{phase}_steps"] += 1
-
-
-def _deliver(told: Iterable[Told]) -> None:
-    """Tell each event loop all that concerns it, at once."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
-    for request, tell in told:
-        by_loop.setdefault(request.done.get_loop(), []).append(tell)
-    for loop, tells in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # it is closed: nobody waits there any more
-            loop.call_soon_threadsafe(_tell, tells)
-
-
-def _tell(tells: Iterable[Callable[[], None]]) -> None:
-    for tell in tells:
-        tell()
-
-
-def _resolve(request: Request, completion: Completion) -> None:
-    if not request.done.done():
-        request.done.set_result(completion)
-    if request.tokens is not None:
-        request.tokens.put_nowait(None)
-
-
-def _reject(request: Request, error: BaseException) -> None:
-    if not request.done.done():
-        request.done.set_exception(error)
-    if request.tokens is not None:
-        request.tokens.put_nowait(None)

@@ -14,7 +14,6 @@ import zbus
 from workers.engines.models import build_model, check_model
 from workers.engines.weights import Receiver, ReceivesWeights
 from workers.engines.weights.tensors import tensors_of
-from zbus import trace
 from zbus.errors import ConfigError
 from zbus.rl.generation import Completion, Sampling
 from zbus.rl.rewards import RewardPool
@@ -24,7 +23,8 @@ from zbus.rl.stats import Stats
 if TYPE_CHECKING:
     from torch import nn
 
-    from workers.engines.generate.decoder import Decoder, Request
+    from workers.engines.generate.decoder import Decoder
+    from workers.engines.generate.requests import Answers, Request
 
 __all__ = ["TorchRolloutEngine"]
 
@@ -152,27 +152,27 @@ class TorchRolloutEngine(ReceivesWeights, RolloutEngine):
 
     async def do_generate(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
         """Answer one prompt."""
-        return await self._answer(prompt, sampling)
+        [answer] = await self._answer(prompt, [sampling])
+        return answer
 
     async def do_stream(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[tuple[int, float], None]:
         """Yield each token of an answer and its log-probability as they are made."""
         tokens: asyncio.Queue[tuple[int, float] | None] = asyncio.Queue()
-        request = self._request(prompt, sampling, tokens)
-        with self._asked(request):
+        requests, answers = self._requests(prompt, [sampling], tokens)
+        with self._asked(requests):
             while (item := await tokens.get()) is not None:
                 yield item
-            await request.done
+            await answers.all
 
     async def do_episode(self, workflow: str, data: Any) -> Any:
         """Run one episode of a declared workflow."""
         return await self._episodes.run(workflow, self._handle, data)
 
-    async def _answer(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
-        request = self._request(prompt, sampling)
-        with trace.span("generate", "compute", prompt=len(request.prompt)) as span, self._asked(request):
-            completion = await request.done
-            span.set(tokens=len(completion.ids), version=self._version, finish=completion.finish)
-        return completion
+    async def _answer(self, prompt: Sequence[int], samplings: Sequence[Sampling]) -> list[Completion]:
+        """Answer one prompt once for each sampling; the first error ends all of them."""
+        requests, answers = self._requests(prompt, samplings)
+        with self._asked(requests):
+            return await answers.all
 
     async def _reward(self, name: str, args: tuple[Any, ...], timeout_s: float | None) -> Any:
         if self._pool is None:
@@ -183,23 +183,26 @@ class TorchRolloutEngine(ReceivesWeights, RolloutEngine):
         return await self._pool.acall(name, *args, timeout_s=timeout_s)
 
     @contextlib.contextmanager
-    def _asked(self, request: Request) -> Iterator[None]:
-        """Have a request answered inside; whoever leaves early gives it up."""
-        self._decoder.submit(request)
+    def _asked(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Have requests answered inside; whoever leaves early gives them up."""
         try:
+            self._decoder.submit(requests)
             yield
         finally:
-            self._decoder.forget(request)
+            self._decoder.forget(requests)
 
-    def _request(
-        self, prompt: Sequence[int], sampling: Sampling, tokens: asyncio.Queue[tuple[int, float] | None] | None = None
-    ) -> Request:
-        """Check what is asked.
+    def _requests(
+        self,
+        prompt: Sequence[int],
+        samplings: Sequence[Sampling],
+        tokens: asyncio.Queue[tuple[int, float] | None] | None = None,
+    ) -> tuple[list[Request], Answers]:
+        """Check what is asked, and make a request for each sampling.
 
         Raises:
             ValueError: The prompt is empty, is no list of token ids, or leaves no room for an answer.
         """
-        from workers.engines.generate.decoder import Request
+        from workers.engines.generate.requests import Answers, Request
 
         try:
             ids = np.asarray(prompt)
@@ -208,21 +211,33 @@ class TorchRolloutEngine(ReceivesWeights, RolloutEngine):
         if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu" or int(ids.min()) < 0:
             msg = f"{self._name}: a prompt is a list of token ids, at least one, not {_shown(prompt)}"
             raise ValueError(msg)
-        limit, room = sampling.max_tokens, self._limits[1] - ids.size
+        tokens_of = ids.tolist()
+        answers = Answers(len(samplings))
+        chances = self._chance.integers(2**63, size=len(samplings)).tolist()
+        requests = [
+            Request(
+                tokens_of, sampling, self._limit(len(tokens_of), sampling), chance if sampling.seed is None else
+                sampling.seed, answers, place, tokens,
+            )
+            for place, (sampling, chance) in enumerate(zip(samplings, chances, strict=True))
+        ]  # fmt: skip
+        return requests, answers
+
+    def _limit(self, asked: int, sampling: Sampling) -> int:
+        """Return how many tokens an answer may have, to a prompt of so many."""
+        limit, room = sampling.max_tokens, self._limits[1] - asked
         if self._max_length is not None:
-            limit = min(limit, self._max_length - ids.size)
+            limit = min(limit, self._max_length - asked)
         if limit < 1:
-            msg = f"{self._name}: a prompt of {ids.size} tokens leaves no room: the model takes {self._max_length}"
+            msg = f"{self._name}: a prompt of {asked} tokens leaves no room: the model takes {self._max_length}"
             raise ValueError(msg)
         if limit > room:
             msg = (
-                f"{self._name}: a prompt of {ids.size} tokens and {limit} more (max_tokens) do not fit into "
+                f"{self._name}: a prompt of {asked} tokens and {limit} more (max_tokens) do not fit into "
                 f"max_tokens_total={self._limits[1]}"
             )
             raise ValueError(msg)
-        seed = int(self._chance.integers(2**63)) if sampling.seed is None else sampling.seed
-        done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        return Request(ids.tolist(), sampling, limit, seed, done, tokens)
+        return limit
 
     # -- pausing -----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any
 from zbus import trace
 from zbus.errors import ConfigError
 from zbus.rl.generation import Completion, Sampling
-from zbus.rl.workflow import answers_of
+from zbus.rl.workflow import samplings_of
 from zbus.runtime.loader import load_object
 
 __all__ = ["Episodes", "Handle", "Runner", "load_workflow"]
@@ -85,14 +85,14 @@ class Handle:
     """What a workflow at the worker gets: see ``zbus.rl.EpisodeEngine``.
 
     Args:
-        generate: Answers one prompt.
+        generate: Answers one prompt once for each of some samplings, at once.
         reward: Calls a reward by name, with its arguments and its timeout in seconds or None.
         version: Tells the version of the weights.
     """
 
     def __init__(
         self,
-        generate: Callable[[Sequence[int], Sampling], Awaitable[Completion]],
+        generate: Callable[[Sequence[int], Sequence[Sampling]], Awaitable[list[Completion]]],
         reward: Callable[[str, tuple[Any, ...], float | None], Awaitable[Any]],
         version: Callable[[], int],
     ) -> None:
@@ -108,12 +108,13 @@ class Handle:
     async def generate(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Completion:
         """Answer a prompt of token ids."""
         async with trace.atrace_session_phase("generate"):
-            return await self._generate(prompt, sampling or Sampling())
+            [answer] = await self._generate(prompt, [sampling or Sampling()])
+            return answer
 
     async def samples(self, prompt: Sequence[int], count: int, sampling: Sampling | None = None) -> list[Completion]:
         """Answer a prompt several times, at once; with a seed each answer has its own that follows from it."""
         async with trace.atrace_session_phase("generate"):
-            return await answers_of(self._generate, prompt, count, sampling)
+            return await self._generate(prompt, samplings_of(count, sampling)) if count else []
 
     async def reward(self, name: str, /, *args: Any, timeout_s: float | None = None) -> Any:
         """Call a reward function of the role, in another process."""
