@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from waiting import scaled, wait_until
+from waiting import scaled, wait_until, within
 from zbus.config import TrialDir
 from zbus.registry.file import FileRegistry
 from zbus.registry.identity import pid_space
@@ -76,7 +76,7 @@ class AgentKit:
 
     def end(self, process: subprocess.Popen[str], timeout_s: float = 15.0) -> tuple[int, str]:
         """Wait for a process to end; return its exit code and what it wrote to stderr."""
-        _, text = process.communicate(timeout=scaled(timeout_s))
+        _, text = process.communicate(timeout=within(timeout_s))
         return process.returncode, text or ""
 
     def exits(self) -> list[ExitRecord]:

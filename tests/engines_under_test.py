@@ -25,6 +25,7 @@ class Probe(zbus.Engine):
 
     def setup(self, ctx: zbus.Context) -> None:
         self.ctx = ctx
+        self.met, self.all_met = 0, asyncio.Event()
 
     @zbus.endpoint(Everywhere(), collect=PerRank(), effect="pure")
     def whoami(self) -> dict[str, Any]:
@@ -79,6 +80,15 @@ class Probe(zbus.Engine):
     async def slow_echo(self, value: Any, seconds: float = 0.0) -> Any:
         await asyncio.sleep(seconds)
         return value
+
+    @zbus.endpoint(AnyOne(), lane="gen", concurrency=8)
+    async def meet(self, expected: int) -> int:
+        """Return once so many of these calls run at the same time."""
+        self.met += 1
+        if self.met == expected:
+            self.all_met.set()
+        await self.all_met.wait()
+        return self.met
 
     @zbus.endpoint(AnyOne(), effect="pure", lane="gen", concurrency=8)
     async def count(self, upto: int, fail_at: int = -1) -> Any:

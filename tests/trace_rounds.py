@@ -19,7 +19,7 @@ from typing import Any
 
 from sidecar_kit import TrialFiles, sidecar, traced
 from traceview.merge import MergeReport, merge
-from waiting import scaled, wait_until
+from waiting import scaled, wait_until, within
 
 __all__ = ["PERIOD_S", "STEADY", "Account", "process_round", "recorded", "small_disk", "trial_round", "until_ready"]
 
@@ -197,7 +197,7 @@ def check_rank(trial: Path, rank: int, account: Account, *, began: float, killed
             assert numbers == list(range(len(numbers))), f"rank {rank}: holes"
             newest = max((event["args"]["at"] / 1e9 for event in files.named("tick")), default=began)
             account.lag_s.append(killed_at - newest)
-            assert account.lag_s[-1] < PERIOD_S + scaled(0.5), f"rank {rank} lost more than a period"
+            assert account.lag_s[-1] < PERIOD_S + within(0.5), f"rank {rank} lost more than a period"
         account.killed += 1
         account.missing += max(0, total - len(numbers) - counted)
         total = max(total, len(numbers) + counted)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from run_kit import DRIVERS, WORKER, Done, RunKit, run_kit
-from waiting import scaled, wait_until
+from waiting import scaled, wait_until, within
 
 ENGINES = f"roles.actor.engine={DRIVERS}/fault_engines.py"
 
@@ -160,7 +160,7 @@ def test_a_setup_that_hangs_is_told_at_the_deadline(kit: RunKit) -> None:
     assert "actor/0" not in block, "the rank that is ready is no culprit"
     age = re.search(r"creating its engine for (\d+\.\d) s", " ".join(block.split()))
     assert age is not None, block
-    assert float(age[1]) < limit + scaled(3)
+    assert float(age[1]) < limit + within(3)
 
 
 def test_ranks_that_run_different_code_are_refused(kit: RunKit) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from run_kit import RunKit, normal, run_kit
-from waiting import scaled, wait_until
+from waiting import scaled, wait_until, within
 
 pytestmark = pytest.mark.alone
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "deaths"
@@ -26,7 +27,11 @@ def kit(tmp_path: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def check_golden(name: str, text: str) -> None:
-    """Compare with the golden file; with ZBUS_TEST_GOLDEN=write make it."""
+    """Compare with the golden file; with ZBUS_TEST_GOLDEN=write make it.
+
+    The block ends with its ``more:`` line; what is logged after it, as of ranks too slow to stop, is not part of it.
+    """
+    text = re.sub(r"(?ms)^(more: [^\n]*).*", r"\1", text)
     file = GOLDEN / f"{name}.txt"
     if os.environ.get("ZBUS_TEST_GOLDEN") == "write":
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +55,7 @@ def test_kill_9_in_a_step_shows_its_cause_within_a_second(kit: RunKit) -> None:
     running.wait_err("more: zbus-controller explain ZB0301")
     took = time.monotonic() - began
     done = running.end()
-    assert took < scaled(1.0), f"{took:.2f} s"
+    assert took < within(1.0), f"{took:.2f} s"
     assert done.code == 4
     check_golden("kill_9_in_a_step", normal(done.block))
     assert not kit.processes()
@@ -119,7 +124,7 @@ def test_a_rank_that_dies_while_others_hang_is_root_and_they_are_collateral(kit:
     kit.wait_log("step: raise", 1)
     began = time.monotonic()
     running.wait_err("more: ")
-    assert time.monotonic() - began < scaled(1.5)
+    assert time.monotonic() - began < within(1.5)
     done = running.end()
     assert done.code == 1
     assert "ValueError: root of it all" in done.block
@@ -209,7 +214,7 @@ def test_the_cause_comes_before_the_collectives_timeout(tmp_path: Path, how: str
         began = time.monotonic()
         with pytest.raises(BatchError) as caught:
             actor.reduce(how)
-        assert time.monotonic() - began < scaled(2.0)
+        assert time.monotonic() - began < within(2.0)
         assert type(caught.value.root).__name__ == root
         assert caught.value.root.rank == 1
         assert "fault_engines.py" in (caught.value.root.remote_traceback or "fault_engines.py")
@@ -222,7 +227,7 @@ def test_the_cause_comes_before_the_collectives_timeout(tmp_path: Path, how: str
             bus.restart("actor", timeout=scaled(60))
         assert actor.reduce.options(retries=0, deadline=scaled(60))("") == [3.0, 3.0, 3.0]
         back = time.monotonic() - began
-        assert back < scaled(40), "not after the collective's timeout of two minutes"
+        assert back < within(40), "not after the collective's timeout of two minutes"
         assert {one["start"] for one in actor.me()} == {1}
         print(f"root cause after {took:.2f} s, the group anew after {back:.1f} s")
 

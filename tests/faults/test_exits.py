@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent_kit import AgentKit, agent_kit
-from waiting import scaled, wait_until
+from waiting import wait_until, within
 from zbus.runtime.processes import ProcessHandle, start_time
 
 
@@ -196,7 +196,7 @@ def test_everything_ends_with_the_controller(kit: AgentKit, use_template: bool) 
     took = time.monotonic() - began
     assert code == 9, text
     assert not [pid for pid in below if kit.alive(pid)]
-    assert took < scaled(2.0)
+    assert took < within(2.0)
     assert [r.signal for r in kit.exits()] == [9, 9]
     assert all(r.stopped for r in kit.exits())
 
@@ -272,7 +272,7 @@ def test_a_second_interrupt_ends_at_once(kit: AgentKit) -> None:
     time.sleep(0.1)
     agent.send_signal(signal.SIGINT)
     assert kit.end(agent)[0] == 130
-    assert time.monotonic() - began < scaled(5)
+    assert time.monotonic() - began < within(5)
 
 
 def test_a_stopped_rank_is_not_called_dead(kit: AgentKit) -> None:

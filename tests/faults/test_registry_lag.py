@@ -17,7 +17,7 @@ from controller import Controller, Role
 from disk_kit import ELSEWHERE, external, worker
 from launching import HERE
 from share_kit import Client, needs_fuse, share
-from waiting import scaled, wait_until
+from waiting import wait_until, within
 from zbus.config import TrialDir
 from zbus.registry import FileRegistry, Records
 from zbus.registry.records import EpochRecord, WorkerRecord
@@ -47,7 +47,7 @@ def test_a_record_that_lags_is_found_when_it_can_be_seen(tmp_path):
         ours.publish_worker(record)
         assert ours.registry.claim("claims/c", b"ours") == b"ours"
         took = seconds_until(lambda: theirs.worker("actor", 0, 7))
-        assert took < lag_s + scaled(1.0)
+        assert took < lag_s + within(1.0)
         assert theirs.worker("actor", 0, 7) == record
         assert [one.rank for one in theirs.workers()] == [0, 9]
         assert theirs.registry.claim("claims/c", b"theirs") == b"ours"
@@ -79,12 +79,11 @@ def calls_for(bus: Controller, seconds: float) -> float:
     slowest = 0.0
     until = time.monotonic() + seconds
     number = 0
-    while time.monotonic() < until:
+    while number <= 20 or time.monotonic() < until:
         began = time.monotonic()
         bus.group("actor").add(f"c{seconds}.{number}")
         number += 1
         slowest = max(slowest, time.monotonic() - began)
-    assert number > 20
     return slowest
 
 
@@ -106,12 +105,12 @@ def test_a_trial_over_mounts_that_lag_starts_and_restarts_its_ranks(tmp_path, ca
     """Row 45: two hosts that see each other's records seconds late; a rank that dies is told, and comes back."""
     with trial(tmp_path, 2.0) as (bus, _, _):
         actor = bus.group("actor")
-        assert calls_for(bus, 3 * LEASE_S) < scaled(1.0)
+        assert calls_for(bus, 3 * LEASE_S) < within(1.0)
         pid = actor[0].who()["pid"]
         os.kill(pid, signal.SIGKILL)
         who = actor[0].who.options(retries=5)
         assert wait_until(lambda: who()["start"] == 1, timeout_s=30.0, what="the next start")
-        assert calls_for(bus, 0.5) < scaled(1.0)
+        assert calls_for(bus, 0.5) < within(1.0)
         records = Records(FileRegistry(bus.trial.registry, create=False))
         (ended,) = wait_until(records.exits, what="the exit record, late as all records here")
         assert (ended.rank, ended.start, ended.signal) == (0, 0, signal.SIGKILL)
@@ -124,7 +123,7 @@ STALE = {name: {"error": "ESTALE", "every": 5, "under": "registry"} for name in 
 def test_stale_handles_are_no_error_of_the_user(tmp_path, caplog):
     """Row 44: one in five opens, reads and listings of either host reports ESTALE: looked up again, nothing is lost."""
     with trial(tmp_path, 0.0) as (bus, here, there), here.fault(**STALE), there.fault(**STALE):
-        assert calls_for(bus, 3 * LEASE_S) < scaled(1.0)
+        assert calls_for(bus, 3 * LEASE_S) < within(1.0)
         records = Records(FileRegistry(bus.trial.registry, create=False))
         for number in range(50):
             records.registry.put("area/x", b"%d" % number)
@@ -139,7 +138,7 @@ def test_a_disk_that_hangs_holds_up_nothing_but_itself(tmp_path, caplog):
     with trial(tmp_path, 0.0) as (bus, here, there):
         hang = {name: {"sleep": 2 * LEASE_S, "under": "registry"} for name in ("rename", "open", "readdir")}
         with here.fault(**hang), there.fault(**hang):
-            assert calls_for(bus, 4 * LEASE_S) < scaled(0.5)
+            assert calls_for(bus, 4 * LEASE_S) < 2 * LEASE_S, "none waited for the disk"
         records = Records(FileRegistry(bus.trial.registry, create=False))
         before = records.leases()
         wait_until(

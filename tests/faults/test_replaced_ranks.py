@@ -12,7 +12,7 @@ from agent_kit import AgentKit, agent_kit
 from controller import Role
 from launching import launch
 from run_kit import DRIVERS
-from waiting import scaled, wait_until
+from waiting import wait_until, within
 from zbus.registry.file import FileRegistry
 from zbus.registry.records import RankClaim, Records
 
@@ -43,7 +43,7 @@ def test_a_worker_that_was_replaced_exits_11_and_says_why(tmp_path: Path) -> Non
         records.close()
         assert (ended.exit_code, ended.signal, ended.start) == (11, None, 0)
         assert "actor/0, start 0, was replaced: start 1 by agent actor.other on elsewhere; it ends" in log
-        assert took < scaled(6.0), f"{took:.1f} s"
+        assert took < within(6.0), f"{took:.1f} s"
         agent_log = next((bus.trial.path / "logs" / "agents").iterdir())
         words = "actor/0 was replaced while this agent was taken for dead: start 1 by agent actor.other"
         text = wait_until(lambda: (t := agent_log.read_text()) and "ends with code" in t and t, what="the agent's end")

@@ -20,7 +20,7 @@ from controller.render import render_error
 from controller.stacks import Stacks, ask_agents
 from launching import launch
 from run_kit import DRIVERS
-from waiting import scaled, wait_until
+from waiting import scaled, wait_until, within
 from zbus.config import Config, RpcConfig
 from zbus.ids import WorkerName
 from zbus.registry.records import WorkerRecord
@@ -62,7 +62,7 @@ def log_places(caplog: pytest.LogCaptureFixture) -> str:
 def test_a_rank_past_the_deadline_is_told_with_its_line(settled: Controller) -> None:
     """CallTimeout names rank, method and the engine's line; the dump of all threads is a file of the trial."""
     with pytest.raises(zbus.CallTimeout) as caught:
-        settled.group("actor")[3].options(deadline=0.5).step("sleep", (3,), 2.0)
+        settled.group("actor")[3].options(deadline=0.5).step("sleep", (3,), scaled(5.0))
     error = caught.value
     assert (error.role, error.rank, error.method, error.reason) == ("actor", 3, "step", "deadline")
     assert f"{line_of('sleeps here')} in in_sleep < " in error.facts["at"]
@@ -76,7 +76,7 @@ def test_all_late_ranks_are_folded_by_place_within_two_seconds(settled: Controll
     deadline = 1.0
     began = time.monotonic()
     with pytest.raises(zbus.BatchError) as caught:
-        settled.group("actor").options(deadline=deadline).mixed(scaled(4.0))
+        settled.group("actor").options(deadline=deadline).mixed(scaled(7.0))
     took = time.monotonic() - began - deadline
     root = caught.value.root
     assert isinstance(root, zbus.CallTimeout)
@@ -87,16 +87,16 @@ def test_all_late_ranks_are_folded_by_place_within_two_seconds(settled: Controll
         ("1, 4, 7", line_of("holds the GIL here"), "in_regex"),
         ("2, 5", line_of("waits here"), "in_lock"),
     ]
-    assert took < scaled(2.0), f"{took:.2f} s"
+    assert took < within(2.0), f"{took:.2f} s"
 
 
 def test_the_others_of_a_failed_call_are_told_with_their_stacks(settled: Controller, tmp_path: Path) -> None:
     """One rank raises while others wait: root cause at once, the others named with how far and where they are."""
     with pytest.raises(zbus.BatchError) as caught:
-        settled.group("actor").first_fails(scaled(4.0), str(tmp_path))
+        settled.group("actor").first_fails(scaled(6.0), str(tmp_path))
     took = time.time() - max(asleep.stat().st_mtime for asleep in tmp_path.iterdir())
     assert isinstance(caught.value.root, ValueError)
-    assert took < scaled(2.0), f"{took:.2f} s"
+    assert took < within(2.0), f"{took:.2f} s"
     assert set(caught.value.late) == set(range(1, RANKS))
     assert all(line_of("falls asleep here") in words for words in caught.value.late.values())
     facts = caught.value.root.facts  # type: ignore[attr-defined]
@@ -108,7 +108,7 @@ def test_the_others_of_a_failed_call_are_told_with_their_stacks(settled: Control
 def test_a_stuck_rank_is_logged_while_its_call_goes_on(settled: Controller, caplog: pytest.LogCaptureFixture) -> None:
     """One of eight runs on: who, method, since when, the line; the call still gets its answer."""
     with caplog.at_level(logging.WARNING, "zbus.members"):
-        future = settled.group("actor").step.submit("sleep", (5,), scaled(4.0))
+        future = settled.group("actor").step.submit("sleep", (5,), scaled(6.0))
         wait_until(lambda: log_places(caplog), what="the report of the stuck rank")
         assert future.result() == list(range(RANKS))
     words = log_places(caplog)
@@ -123,11 +123,11 @@ def test_a_blocked_event_loop_is_told_as_stuck_and_ends_nobody(
     """Row 16: an async method that sleeps blocks its loop; ``ctl`` and the main lane are answered, its call ends OK."""
     rank = settled.group("actor")[7]
     with caplog.at_level(logging.WARNING, "zbus.members"):
-        future = rank.doze.submit(scaled(3.0))
+        future = rank.doze.submit(scaled(6.0))
         wait_until(lambda: future.outcomes()[0].state.startswith("running"), what="the call to run")
         behind = rank.quick.submit()
-        assert WorkerName("actor", 7) in settled.statuses(scaled(2))
-        assert rank.options(deadline=scaled(2)).count() >= 0
+        assert WorkerName("actor", 7) in settled.statuses(within(1))
+        assert rank.options(deadline=within(1)).count() >= 0
         assert not behind.done()
         wait_until(lambda: log_places(caplog), what="the report of the stuck rank")
         assert (future.result(), behind.result()) == (7, 7)
@@ -175,12 +175,12 @@ def test_ranks_of_another_host_are_asked_through_their_agent(settled: Controller
     afar = structs.replace(record, pid_space="another kernel")
     stacks = Stacks(settled.trial, settled._threads_of, ask, fresh_s=0.0)
     try:
-        waits = settled.group("actor")[4].step.submit("lock", (4,), scaled(1.5))
+        waits = settled.group("actor")[4].step.submit("lock", (4,), scaled(4.0))
         wait_until(lambda: waits.outcomes()[0].state.startswith("running"), what="the call to run")
         assert line_of("waits here") in stacks.take([afar])[record.incarnation].place
         assert not told
         assert waits.result() == 4
-        holds = settled.group("actor")[4].step.submit("regex", (4,), scaled(4.0))
+        holds = settled.group("actor")[4].step.submit("regex", (4,), scaled(6.0))
 
         def place() -> str:
             found = stacks.take([afar])[record.incarnation].place
@@ -242,6 +242,9 @@ def test_the_callers_loop_runs_on_while_stacks_are_taken(settled: Controller) ->
     os.kill(settled.statuses(scaled(10))[WorkerName("actor", 6)]["pid"], signal.SIGSTOP)  # no stacks: the longest wait
     try:
         error, longest = asyncio.run(call())
+        for _ in range(4):  # a loop that is blocked is blocked each time, and a machine stalls now and then
+            if longest >= scaled(0.3):
+                _, longest = asyncio.run(call())
     finally:
         os.kill(settled._members.roles["actor"].members[6].record.pid, signal.SIGCONT)  # type: ignore[union-attr]
     assert "its process is stopped" in error.facts["at"]

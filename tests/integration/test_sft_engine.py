@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from waiting import scaled
+from waiting import scaled, within
 
 pytest.importorskip("torch", reason="the example trains with torch: install zbus-runtime[torch]")
 
@@ -87,4 +87,4 @@ def test_the_demo_learns_within_a_minute(tmp_path: Path):
 
     assert summary["metrics"]["heldout_loss"] < 1.0
     assert summary["metrics"]["heldout_exact"] > 0.1
-    assert took < scaled(60)
+    assert took < within(60)

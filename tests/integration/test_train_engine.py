@@ -14,7 +14,7 @@ from controller.train import TrainController  # noqa: E402  # after torch is kno
 from launching import launch  # noqa: E402
 from train_kit import batch, role  # noqa: E402
 from train_models import Tiny  # noqa: E402
-from waiting import scaled  # noqa: E402
+from waiting import scaled, within  # noqa: E402
 from workers.engines.losses import sft  # noqa: E402
 from workers.engines.train.settings import Settings  # noqa: E402
 from workers.engines.train.trainer import Trainer  # noqa: E402
@@ -144,7 +144,7 @@ def test_a_rank_that_fails_in_its_loss_keeps_no_other_waiting(train):
     began = time.monotonic()
     with pytest.raises(BatchError) as caught:
         train.train_batch(batch(8, 4, first=12), "picky")
-    assert time.monotonic() - began < scaled(20)
+    assert time.monotonic() - began < within(20)
     assert "a row begins with 12" in str(caught.value.root)
     assert isinstance(caught.value.root, ValueError)
     assert all(isinstance(one, ConnectionError) for one in caught.value.collateral)
@@ -218,7 +218,7 @@ def test_a_rank_killed_in_a_step_is_named_and_the_rest_leave_in_order(tmp_path):
         began = time.monotonic()
         with pytest.raises((BatchError, WorkerLost)) as caught:
             train.train_batch(batch(1, 4, first=12), "deadly")
-        assert time.monotonic() - began < scaled(20)
+        assert time.monotonic() - began < within(20)
         root = caught.value.root if isinstance(caught.value, BatchError) else caught.value
         assert isinstance(root, WorkerLost)
         lost = root.rank

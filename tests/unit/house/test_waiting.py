@@ -16,6 +16,7 @@ def test_the_value_that_ended_the_wait_is_returned():
 def test_a_deadline_names_what_was_awaited_and_the_last_value(monkeypatch):
     """The message is enough to know what did not happen."""
     monkeypatch.setattr(waiting, "TIME_SCALE", 1.0)
+    monkeypatch.setattr(waiting, "PAUSE_S", 0.0)
 
     with pytest.raises(AssertionError, match=r"three workers did not come true within 0\.01 s; last value: 0"):
         wait_until(lambda: 0, timeout_s=0.01, what="three workers")

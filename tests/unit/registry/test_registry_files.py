@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from waiting import wait_until
+from waiting import scaled, wait_until
 from zbus import names
 from zbus.errors import ConfigError, RegistryError
 from zbus.registry import FileRegistry, JunkRecord, MemoryRegistry, Records
@@ -73,6 +73,7 @@ def start(script, *args):
 
 
 @pytest.mark.alone
+@pytest.mark.timeout(scaled(240))
 def test_four_processes_claim_a_thousand_keys_and_each_has_one_winner(root):
     """R2, B18, M2: exactly one process wins each key, and all keys are won."""
     count = 1000
@@ -80,7 +81,7 @@ def test_four_processes_claim_a_thousand_keys_and_each_has_one_winner(root):
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()
-    won = [json.loads(process.communicate(timeout=60)[0]) for process in processes]
+    won = [json.loads(process.communicate(timeout=scaled(200))[0]) for process in processes]
     assert sorted(number for mine in won for number in mine) == list(range(count))
     assert [bool(mine) for mine in won].count(True) > 1, "the processes must have raced"
     registry = FileRegistry(root)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import zbus
-from waiting import scaled, wait_until
+from waiting import scaled, wait_until, within
 from zbus.codec import encode
 from zbus.engine import endpoints_of
 from zbus.ids import WorkerName
@@ -40,7 +40,7 @@ def test_a_result_held_after_a_long_start_leaves_while_the_next_call_runs(
     def run(request: Execute) -> None:
         wait_until(sleeps_long, what="the bus thread to take over and to sleep")
         server.hold(request, lambda *_: None).append(bytes(encode(1)[0]))
-        seen.append(first.wait(scaled(3)))  # the second call
+        seen.append(first.wait(within(3)))  # the second call
         server.flush(over=True)
         server.finish(request, 1, Kind.RESULT, Status.OK, encode(2))
 
@@ -53,7 +53,7 @@ def test_a_result_held_after_a_long_start_leaves_while_the_next_call_runs(
         peer = client.connect(NAME, 1, {"main": [bound]})
         assert client.wait(lambda: peer.state is PeerState.READY, scaled(10))
         client.place([peer], "main", [encode(0)], 2, deadline_s=None, sink=lambda *one: told.append(one[2]))
-        client.wait(lambda: bool(told), scaled(6))
+        client.wait(lambda: bool(told), within(3))
         first.set()
         assert client.wait(lambda: len(told) == 2, scaled(10))
         assert seen == [True], "the first result came while the second call ran"
