@@ -23,6 +23,6 @@ def probes(replicas: int = 2, **fields: Any) -> Role:
 @contextmanager
 def launch(root: Path, roles: dict[str, Role] | None = None, **options: Any) -> Iterator[Controller]:
     """Launch a trial below ``root`` and close it at the end of the block."""
-    options.setdefault("startup_timeout", scaled(30))
+    options.setdefault("startup_timeout", scaled(90))
     with Controller.launch("test", roles or {"actor": probes()}, root=root, **options) as bus:
         yield bus
