@@ -5,9 +5,15 @@
 
 The job is ``examples/g2p/grpo.yaml`` with one rank that trains and one that generates. ``grpo_steps``: seconds of its
 GRPO steps, with answers at most 0 (``sync``) or 2 (``async``) versions old; ``ratio`` is to ``sync`` of the same round.
-``bus_cpu``: percent of the CPU time of all processes of the job, over these steps, that is not spent generating,
-scoring or training: the controller with the driver in it, the agents and templates, and in the ranks every thread but
-those that compute; of a main thread that trains, all but the training. Unit: percent.
+``bus_cpu``: percent of the CPU time of all processes of the job, over these steps, that is the bus's, by this count:
+
+- not the bus's: the threads of ranks that compute tokens and gradients, and of the main thread that trains the steps;
+  the processes that call rewards; the workflow's own steps on its event loop (see ``rl_job/engines_kept.py``);
+- the bus's: all else. The controller's process as a whole, with the example's driver and the trainer in it; agents and
+  templates; of the rank that trains the publishing of weights and checkpoints; of the one that generates taking them
+  over, and what the event loop does for requests, rewards, sessions and answers.
+
+``bus_ms``: the same in milliseconds per step, and of which part of the job.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from rounds import Figures, parser, printer, wanted
 HERE = Path(__file__).resolve().parent
 EXAMPLE = HERE.parent / "examples" / "g2p"
 MODES = {"sync": 0, "async": 2}
+PARTS = ("bus", "controller", "actor", "rollout", "agents")
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
@@ -40,7 +47,7 @@ def config(steps: int, staleness: int) -> dict[str, Any]:
     told["roles"]["actor"]["mesh"] = {"dp": 1}
     told["roles"]["rollout"]["replicas"] = 1
     kwargs = told["roles"]["rollout"]["kwargs"]
-    kwargs["workflows"] = {"spelling": f"{EXAMPLE / 'spelling.py'}:Spelling"}
+    del kwargs["workflows"]  # the engine brings one that keeps books
     kwargs["rewards"] = {"score": f"{EXAMPLE / 'rewards.py'}:score"}
     told["params"] |= {"steps": steps, "max_staleness": staleness, "heldout_words": 50, "checkpoint_every": 0}
     return told
@@ -77,6 +84,10 @@ def main() -> None:
                     figures.add("grpo_steps", mode, "s", metrics["grpo_s"], found["sync"]["grpo_s"])
                 if chosen("bus_cpu"):
                     figures.add("bus_cpu", mode, "%", 100 * metrics["cpu_bus"] / metrics["cpu_all"])
+                if chosen("bus_ms"):
+                    for part in PARTS:
+                        name = mode if part == "bus" else f"{mode}_{part}"
+                        figures.add("bus_ms", name, "ms", 1000 * metrics[f"cpu_{part}"] / told.steps)
     figures.finish()
 
 

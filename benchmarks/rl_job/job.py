@@ -45,19 +45,24 @@ def threads_of(pid: int) -> dict[int, tuple[str, float]]:
 
 
 def books(bus: Any) -> dict[str, float]:
-    """Return CPU seconds of the job so far: ``all`` of them, and those of the ``bus``."""
-    ranks = {pid: trained for role in ("actor", "rollout") for pid, trained in bus.group(role).cpu()}
-    everything = costs = 0.0
+    """Return CPU seconds of the job so far: ``all`` of them, those of the ``bus``, and of these each part's."""
+    ranks = {pid: (role, own) for role in ("actor", "rollout") for pid, own in bus.group(role).cpu()}
+    found = dict.fromkeys(("all", "bus", "controller", "actor", "rollout", "agents"), 0.0)
     for pid in (os.getpid(), *descendants(os.getpid())):
         parents = set(descendants(pid)) & set(ranks)  # an agent or a template has ranks below it
         threads = threads_of(pid)
         used = sum(seconds for _, seconds in threads.values())
-        everything += used
+        found["all"] += used
         if pid in ranks:
-            costs += used - ranks[pid] - sum(s for name, s in threads.values() if name.startswith(COMPUTING))
+            part, own = ranks[pid]
+            used -= own + sum(s for name, s in threads.values() if name.startswith(COMPUTING))
         elif pid == os.getpid() or parents:
-            costs += used
-    return {"all": everything, "bus": costs}
+            part = "agents" if parents and pid != os.getpid() else "controller"
+        else:  # a reward
+            continue
+        found[part] += used
+        found["bus"] += used
+    return found
 
 
 def drive(run: Any) -> dict[str, Any]:
@@ -74,4 +79,4 @@ def drive(run: Any) -> dict[str, Any]:
             kept.update({name: value - before[name] for name, value in books(run.bus).items()})
 
     grpo.Job = Job
-    return {**grpo.main(run), "cpu_all": kept["all"], "cpu_bus": kept["bus"]}
+    return {**grpo.main(run), **{f"cpu_{name}": seconds for name, seconds in kept.items()}}

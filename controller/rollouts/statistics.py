@@ -70,7 +70,6 @@ class Counters:
         own = self._own = self._own or Stats()
         with own.scope("rollout"):
             for name, numbers in self._times.items():
-                for number in numbers:
-                    own.scalar({name: number})
+                own.scalars(name, numbers)
         self._times = {}
         return own

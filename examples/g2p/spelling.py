@@ -38,10 +38,11 @@ class Spelling:
         said = [decode(answer.ids.tolist()) for answer in answers]
         scores = await engine.reward("score", said, data["phonemes"])
         asked = len(question)
+        nothing = np.zeros(asked, np.float32)  # is known of what was asked
         return {
             "input_ids": Ragged.of([np.concatenate([question, answer.ids]).astype(np.uint8) for answer in answers]),
             "loss_mask": Ragged.of([np.arange(asked + len(answer.ids)) >= asked for answer in answers]),
-            "logprobs": Ragged.of([np.pad(answer.logprobs, (asked, 0)) for answer in answers]),
+            "logprobs": Ragged.of([np.concatenate([nothing, answer.logprobs]) for answer in answers]),
             "reward": np.float32([reward for reward, _ in scores]),
             "exact": np.float32([exact for _, exact in scores]),
             "ended": np.array([bool(len(answer.ids)) and int(answer.ids[-1]) == EOS for answer in answers]),

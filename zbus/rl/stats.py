@@ -204,6 +204,22 @@ class Stats:
             key = self._key(name)
             self._record(key, _Entry.of_one("scalar", _known(key, reduce), _float(key, number)))
 
+    def scalars(self, name: str, numbers: Any, *, reduce: Reduction = "avg") -> None:
+        """Record several numbers of one key: what ``scalar`` called once for each comes to, at once.
+
+        Args:
+            name: Key.
+            numbers: Of any shape; none at all records nothing.
+            reduce: As ``scalar``.
+
+        Raises:
+            ValueError: They are no numbers, or the key was recorded in another way.
+        """
+        key = self._key(name)
+        array = _floats(key, numbers)
+        if array.size:
+            self._record(key, _Entry.of("scalar", _known(key, reduce), array))
+
     def denominator(self, name: str, mask: Any) -> None:
         """Name the places that count, for ``stat`` calls of this thread or task in this scope, until named anew.
 

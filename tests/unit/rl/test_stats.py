@@ -164,6 +164,21 @@ def test_masked_means_of_unequal_ranks_weigh_each_token_alike():
     assert (alone["reward__count"], alone["tokens"]) == (0, 0.0)
 
 
+@given(st.lists(st.floats(), max_size=6), st.sampled_from(["avg", "sum", "min", "max", "avg_min_max"]))
+def test_many_numbers_at_once_are_as_many_one_by_one(numbers, reduce):
+    """Whatever they are, also none and such as are not finite."""
+    one_by_one, at_once = Stats(), Stats()
+    for number in numbers:
+        one_by_one.scalar({"age": number}, reduce=reduce)
+    with at_once.scope("a"):
+        at_once.scalars("age", numbers, reduce=reduce)
+
+    left, right = merge([one_by_one.export()]), merge([at_once.export()])
+    assert values(right, counts=True) == pytest.approx(
+        {f"a/{key}": value for key, value in values(left, counts=True).items()}, nan_ok=True, abs=0
+    )
+
+
 def test_no_key_of_any_rank_is_dropped():
     """B86: a key that only one rank has is in the result, and equal keys are merged, not taken from the first."""
     first, second = Stats(), Stats()
