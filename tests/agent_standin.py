@@ -165,7 +165,9 @@ if __name__ == "__main__":
         case ["cli", *arguments]:  # the real command line, with ranks that misbehave
             import workers.agent
 
-            workers.agent.run_agent = lambda config: run_agent(msgspec.structs.replace(config, worker_main=rank_main))
+            workers.agent.run_agent = lambda config, _template: run_agent(
+                msgspec.structs.replace(config, worker_main=rank_main)
+            )
             from workers.cli import main
 
             main(arguments)

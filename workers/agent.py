@@ -140,9 +140,10 @@ class Agent:
 
     Args:
         config: What to do.
+        template: The template of its ranks, if this process has forked one already; the agent owns it.
     """
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(self, config: AgentConfig, template: Template | None = None) -> None:
         self.config = config
         self.host = socket.gethostname()
         self.agent_id = f"{config.role}.{self.host[:24]}.{os.urandom(4).hex()}"
@@ -167,7 +168,7 @@ class Agent:
         )
         self._starter = RankStarter(
             self._place,
-            None,
+            template,
             on_started=self._started,
             on_failed=self._spawn_failed,
             on_no_template=self._forget_template,
@@ -192,9 +193,9 @@ class Agent:
         Raises:
             ZbusError: The agent could not join: no controller in time, a rank held by another, a wrong world size.
         """
-        if self.config.use_template:
+        if self.config.use_template and self._starter.template is None:
             # First of all: a fork is only clean while there is one thread and no socket.
-            self._starter.template = Template.fork(self.config.role, self.config.worker_main)
+            self._starter.template = Template.fork(self.config.worker_main)
         become_subreaper()
         with self._loop.signals((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)):
             if self._starter.template is not None:
@@ -641,15 +642,22 @@ class Agent:
         self._arrivals.close()
 
 
-def run_agent(config: AgentConfig) -> int:
+def run_agent(config: AgentConfig, template: Template | None = None) -> int:
     """Run an agent in this process, on its main thread, and return the exit code.
+
+    Args:
+        config: What to do.
+        template: As for ``Agent``; ended where the ranks shall not be forked from it.
 
     Raises:
         ZbusError: The agent could not join the trial, or this process lacks descriptors, processes or memory.
     """
     failpoints.configure(os.environ.get(failpoints.VARIABLE))
+    if template is not None and (not config.use_template or config.worker_main is not None):
+        template.close()
+        template = None
     try:
-        return Agent(config).run()
+        return Agent(config, template).run()
     except OSError as error:
         if error.errno not in _SHORTAGES:
             raise

@@ -22,6 +22,7 @@ from zbus.errors import ConfigError, ZbusError
 if TYPE_CHECKING:
     from workers.agent import AgentConfig
     from workers.environment import Identity
+    from workers.template import Template
 
 __all__ = ["cli", "main"]
 
@@ -118,7 +119,8 @@ def start(settings: tuple[str, ...], **options: Any) -> None:
     gc.freeze()
     gc.enable()
     _set_up_log()
-    sys.exit(run_agent(_agent_config({**_from_settings(settings, options), **_given(options)}, os.environ)))
+    config = _agent_config({**_from_settings(settings, options), **_given(options)}, os.environ)
+    sys.exit(run_agent(config, click.get_current_context().find_root().obj))
 
 
 @cli.command()
@@ -286,10 +288,20 @@ def _print_error(error: ZbusError) -> None:
     click.echo("\n".join(lines), err=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run ``zbus-worker`` and end the process with its exit code."""
+def main(arguments: Sequence[str] | None = None, template: Template | None = None) -> NoReturn:
+    """Run ``zbus-worker`` and end the process with its exit code.
+
+    Args:
+        arguments: The command line; that of the process if None.
+        template: A template that this process has forked already, for ``start``.
+    """
     try:
-        cli.main(args=None if arguments is None else list(arguments), prog_name="zbus-worker", standalone_mode=False)
+        cli.main(
+            args=None if arguments is None else list(arguments),
+            prog_name="zbus-worker",
+            standalone_mode=False,
+            obj=template,
+        )
     except click.exceptions.Abort:
         sys.exit(130)
     except click.ClickException as error:

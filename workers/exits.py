@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -169,7 +168,7 @@ def write_crash_file(
         "log": trial.relative(ended.log),
         "log_tail": tail,
         "stacks": stack_dumps(trial, ended),
-        "journal": None if journal is None else asdict(journal),
+        "journal": None if journal is None else msgspec.to_builtins(journal),
     }
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomically(path, json.dumps(report, indent=1) + "\n")

@@ -112,7 +112,7 @@ class RankStarter:
         if self.template is None or job is None:
             return
         try:
-            self.template.configure(preload=job.preload, env=job.env, sys_path=job.sys_path)
+            self.template.configure(self.place.role, preload=job.preload, env=job.env, sys_path=job.sys_path)
         except OSError as error:
             self._drop_template(f"it died: {error.strerror}")
 

@@ -1,11 +1,13 @@
 """The template of a role: a process that has done the imports and forks ranks from itself, in milliseconds.
 
-The agent forks it before it has threads or sockets. It stays single-threaded, imports what the job names, and for each
-request forks twice, so that the rank becomes a child of the agent (its subreaper), where its exit status arrives.
+The agent forks it before it has threads or sockets, and before it imports what only the agent needs. It stays
+single-threaded, imports what the job names, and for each request forks twice, so that the rank becomes a child of the
+agent (its subreaper), where its exit status arrives.
 
 Messages on the SEQPACKET socket, JSON each:
 
-- agent to template, first: ``{"preload": [...], "env": {...}, "sys_path": [...]}``; answer ``{"ready": …}``
+- agent to template, first: ``{"role": "…", "preload": [...], "env": {...}, "sys_path": [...]}``; answer
+  ``{"ready": …}``
 - agent to template: ``{"spec": …, "env": {...}}`` with descriptors [log, gate, the spec's sockets…]; answer
   ``{"rank": r, "pid": p}`` or ``{"rank": r, "error": "…"}``
 
@@ -21,6 +23,7 @@ import gc
 import importlib
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -46,6 +49,10 @@ _MESSAGE_BYTES: Final = 4 * 1024 * 1024
 _MAX_FDS: Final = 250
 _BASE_MODULES: Final = ("zbus.runtime.host", "workers.worker", "hashlib", "encodings.ascii")
 _SPARE_MODULES: Final = ("asyncio",)
+"""What only some engines need. It is imported when there is nothing else to do."""
+_SHARED_MODULES: Final = ("zbus.transport.server", "zbus.runtime.executor")
+"""What agent and ranks both need and is not imported here: once, before the fork."""
+_IDLE_S: Final = 1.0
 _RESET: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1)
 
 
@@ -68,18 +75,18 @@ class Template:
         self._gates: dict[int, int] = {}
 
     @classmethod
-    def fork(cls, name: str, rank_main: RankMain | None = None) -> Template:
-        """Fork the template of role ``name`` from this process, which must have one thread.
+    def fork(cls, rank_main: RankMain | None = None) -> Template:
+        """Fork the template from this process, which must have one thread.
 
         What only ranks need is imported after the fork, in the template, while the agent looks for its controller.
 
         Args:
-            name: Shown as the process name.
             rank_main: What ranks run; ``workers.worker.main`` if None.
 
         Raises:
             OSError: No process or socket could be made.
         """
+        _import_all(_SHARED_MODULES)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MESSAGE_BYTES)
@@ -87,7 +94,7 @@ class Template:
         pid = os.fork()
         if pid == 0:
             ours.close()
-            _template_process(theirs, parent, name, rank_main)
+            _template_process(theirs, parent, rank_main)
         theirs.close()
         ours.setblocking(False)  # noqa: FBT003  # its only parameter
         handle = ProcessHandle.open(pid)
@@ -100,13 +107,13 @@ class Template:
         """Return the socket, readable when a reply is there (for pollers)."""
         return self._channel.fileno()
 
-    def configure(self, *, preload: Sequence[str], env: Mapping[str, str], sys_path: Sequence[str]) -> None:
-        """Say what to import; to be called once, before ``start``.
+    def configure(self, role: str, *, preload: Sequence[str], env: Mapping[str, str], sys_path: Sequence[str]) -> None:
+        """Say whose ranks these will be and what to import; to be called once, before ``start``.
 
         Raises:
             OSError: The template is gone.
         """
-        message = {"preload": list(preload), "env": dict(env), "sys_path": list(sys_path)}
+        message = {"role": role, "preload": list(preload), "env": dict(env), "sys_path": list(sys_path)}
         self._channel.send(msgspec.json.encode(message))
 
     def start(self, spec: RankSpec, env: Mapping[str, str], log_fd: int) -> None:
@@ -164,7 +171,7 @@ class Template:
 # -- inside the template process ---------------------------------------------------------------------------------------
 
 
-def _template_process(channel: socket.socket, parent: int, name: str, rank_main: RankMain | None) -> NoReturn:
+def _template_process(channel: socket.socket, parent: int, rank_main: RankMain | None) -> NoReturn:
     """Serve until the agent closes the socket or dies. Never returns into the frames of the agent."""
     code = 1
     try:
@@ -172,7 +179,7 @@ def _template_process(channel: socket.socket, parent: int, name: str, rank_main:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if die_with_parent(parent):
-            set_name(f"zbus:{name}")
+            set_name("zbus:template")
             _serve(channel, rank_main)
         code = 0
     except BaseException:  # noqa: BLE001  # nothing may unwind into the agent's frames
@@ -182,12 +189,15 @@ def _template_process(channel: socket.socket, parent: int, name: str, rank_main:
 
 
 def _serve(channel: socket.socket, rank_main: RankMain | None) -> None:
-    _import_all(_SPARE_MODULES if rank_main is not None else (*_BASE_MODULES, *_SPARE_MODULES))
+    gc.disable()  # what is imported stays
     if rank_main is None:
+        _import_all(_BASE_MODULES)
         _prepare()
+    spare = _import_spare(channel, 0.0)
     first, _ = _receive(channel)
     if first is None:
         return
+    set_name(f"zbus:{first['role']}")
     os.environ.update(first["env"])
     os.environ.update(thread_defaults(os.environ))
     _extend_path(first["sys_path"])
@@ -196,16 +206,32 @@ def _serve(channel: socket.socket, rank_main: RankMain | None) -> None:
         names = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
         channel.send(msgspec.json.encode(ForkReply(ready=True, error=f"preload started threads {', '.join(names)}")))
         return
-    # What is imported now is shared by all ranks; without this the first collection would touch every page.
-    gc.collect()
+    # What is imported now is shared by all ranks; without this the first collection would touch every page. There
+    # is none here: a launch would wait for it.
     gc.freeze()
+    gc.enable()
     channel.send(msgspec.json.encode(ForkReply(ready=True, warnings=warnings)))
     while True:
+        spare = spare or _import_spare(channel, _IDLE_S)
         request, fds = _receive(channel)
         if request is None:
             return
         spec = msgspec.convert(request["spec"], RankSpec)
         channel.send(msgspec.json.encode(_fork_rank(channel, spec, request["env"], fds, rank_main)))
+
+
+def _import_spare(channel: socket.socket, wait_s: float) -> bool:
+    """Import what only some engines need, unless the agent has something to do within ``wait_s``; tell if that was so.
+
+    A rank that needs it earlier imports it itself.
+    """
+    awaited = select.poll()
+    awaited.register(channel, select.POLLIN)
+    if awaited.poll(wait_s * 1e3):
+        return False
+    _import_all(_SPARE_MODULES)
+    gc.freeze()
+    return True
 
 
 def _receive(channel: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:

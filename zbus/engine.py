@@ -90,12 +90,28 @@ RESERVED_NAMES: Final = frozenset(
 """Names an endpoint cannot bear: they mean something else on a group, or are the engine's own hooks."""
 
 
+class _Kind:
+    """A declaration that has no settings: those of one kind are equal. Dataclasses are made ten times slower."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return True if type(other) is type(self) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
 # -- dispatch: who gets what -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Everywhere:
+class Everywhere(_Kind):
     """Every rank gets the same arguments."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +156,22 @@ class Split:
             raise ConfigError(msg, hint=f"write args=({self.args!r},)")
 
 
-@dataclass(frozen=True, slots=True)
-class Scatter:
+class Scatter(_Kind):
     """Rank i gets item i of every list or tuple argument; each must hold exactly one item per rank."""
 
+    __slots__ = ()
 
-@dataclass(frozen=True, slots=True)
-class AnyOne:
+
+class AnyOne(_Kind):
     """One rank runs it: the least loaded of those that are ready."""
 
+    __slots__ = ()
 
-@dataclass(frozen=True, slots=True)
-class RankZero:
+
+class RankZero(_Kind):
     """The lowest rank of the group (or slice) runs it."""
+
+    __slots__ = ()
 
 
 Dispatch = Everywhere | Split | Scatter | AnyOne | RankZero
@@ -161,24 +180,28 @@ Dispatch = Everywhere | Split | Scatter | AnyOne | RankZero
 # -- collect: what becomes of the answers ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PerRank:
+class PerRank(_Kind):
     """A list with each rank's answer, in rank order."""
 
+    __slots__ = ()
 
-@dataclass(frozen=True, slots=True)
-class Concat:
+
+class Concat(_Kind):
     """One value, joined in the order of the input items; ranks that only repeat another's share are left out."""
 
+    __slots__ = ()
 
-@dataclass(frozen=True, slots=True)
-class Same:
+
+class Same(_Kind):
     """The one value on which all ranks agree; a rank that differs is an error that names it."""
 
+    __slots__ = ()
 
-@dataclass(frozen=True, slots=True)
-class First:
+
+class First(_Kind):
     """The answer of the lowest rank."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,7 +506,7 @@ def _declaration_to_wire(declaration: Any) -> dict[str, Any]:
 
 def _declaration_from_wire(data: Mapping[str, Any], kinds: Mapping[str, Any]) -> Any:
     cls = kinds[data["kind"]]
-    known = cls.__dataclass_fields__
+    known = getattr(cls, "__dataclass_fields__", ())
     return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k in known})
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 __all__ = ["DEFAULT_LIMITS", "INLINE_BELOW", "Limits"]
 
@@ -11,8 +12,7 @@ INLINE_BELOW: Final = 512
 """Arrays of fewer bytes travel inside the body: a frame of its own costs more than the copy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """Bounds that are checked before anything of that size is allocated.
 
     Attributes:

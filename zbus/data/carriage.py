@@ -12,8 +12,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from zbus.codec import Ref
 from zbus.codec.refs import lost
@@ -44,8 +45,7 @@ class NoRoom(Exception):  # an answer of the carriage, told to the reader by the
         self.for_now = for_now
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
+class _Copy(msgspec.Struct, frozen=True):
     offer: Offer
     since_ns: int
 

@@ -13,8 +13,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
+
+import msgspec
 
 from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.codec import JoinedRef, Ref, decode, encode
@@ -43,8 +44,7 @@ _BUSY_S: Final = 0.2
 """How soon an owner is asked again that had no room for copies."""
 
 
-@dataclass(frozen=True)
-class Owner:
+class Owner(msgspec.Struct, frozen=True):
     """Who a process is, as it stands in the handles that it makes.
 
     Attributes:
@@ -56,7 +56,7 @@ class Owner:
     role: str
     rank: int
     incarnation: int
-    endpoints: dict[str, list[str]] = field(default_factory=dict)
+    endpoints: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.role if self.role == "controller" else f"{self.role}/{self.rank}"

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final
+
+import msgspec
 
 __all__ = ["OWN", "Full", "Held", "Holding", "RefStore"]
 
@@ -36,8 +37,7 @@ _EARLY: Final = 1 << 14
 """Claims of one holder that are remembered as released: those whose values came go first, then the oldest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(msgspec.Struct, frozen=True):
     """One value that is kept.
 
     Attributes:
@@ -59,15 +59,14 @@ class Held:
     value: Any
 
 
-@dataclass(slots=True)
-class _Holder:
+class _Holder(msgspec.Struct):
     heard_ns: int
-    numbers: set[int] = field(default_factory=set)
-    early: OrderedDict[int, None] = field(default_factory=OrderedDict)  # claims released; those that came, in front
+    numbers: set[int] = msgspec.field(default_factory=set)
+    # Claims released; those whose values came stand in front.
+    early: OrderedDict[int, None] = msgspec.field(default_factory=OrderedDict)
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(msgspec.Struct, frozen=True):
     """What one holder has here.
 
     Attributes:

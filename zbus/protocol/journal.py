@@ -35,9 +35,10 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 from zlib import crc32
+
+import msgspec
 
 from zbus.protocol.messages import Buffers
 
@@ -200,8 +201,7 @@ class LaneRing:
 # -- what is told ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneHistory:
+class LaneHistory(msgspec.Struct, frozen=True, kw_only=True):
     """What became of the calls of one lane of one session, in few numbers.
 
     Attributes:
@@ -218,9 +218,9 @@ class LaneHistory:
     lane: str
     since: int = 0
     upto: int = 0
-    began: list[int] = field(default_factory=list)
-    ended: list[tuple[int, int]] = field(default_factory=list)
-    raised: list[int] = field(default_factory=list)
+    began: list[int] = msgspec.field(default_factory=list)
+    ended: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    raised: list[int] = msgspec.field(default_factory=list)
 
     def fate(self, seq: int) -> Fate:
         """Return what became of the call at ``seq``."""
@@ -242,8 +242,7 @@ class LaneHistory:
         return len(self.began) + len(self.ended) + len(self.raised)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JournalReport:
+class JournalReport(msgspec.Struct, frozen=True, kw_only=True):
     """The journal of one start of one worker, as its agent read it after the end.
 
     Attributes:
@@ -252,7 +251,7 @@ class JournalReport:
     """
 
     complete: bool = False
-    lanes: list[LaneHistory] = field(default_factory=list)
+    lanes: list[LaneHistory] = msgspec.field(default_factory=list)
 
     def lane(self, session: bytes, lane: str) -> LaneHistory | None:
         """Return what is told of a lane; None where nothing is."""

@@ -17,8 +17,9 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
+
+import msgspec
 
 from zbus import names
 from zbus.errors import ConfigError, RegistryError
@@ -46,8 +47,7 @@ class JunkRecord(RegistryError):
     """A key holds something that is not a record (half a file, a symlink, a directory, another user's file)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(msgspec.Struct, frozen=True):
     """One look at an area.
 
     Attributes:
@@ -55,7 +55,7 @@ class Listing:
         junk: What else was there, each as ``key: reason``.
     """
 
-    entries: Mapping[str, bytes] = field(default_factory=dict)
+    entries: Mapping[str, bytes] = msgspec.field(default_factory=dict)
     junk: tuple[str, ...] = ()
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from zbus.registry.records import Lease
 
@@ -106,8 +107,7 @@ class LeaseState(enum.Enum):
     """Silent for its whole TTL while this observer kept looking."""
 
 
-@dataclass(slots=True)
-class _Watched:
+class _Watched(msgspec.Struct):
     counter: int
     ttl_ns: int
     looked_ns: int

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass
 from typing import Final, Literal
 
+import msgspec
 import zmq
 
 from zbus.errors import ConfigError
@@ -33,8 +33,7 @@ _MIB: Final = 1 << 20
 _GIB: Final = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(msgspec.Struct, frozen=True):
     """Options of one purpose. Times are milliseconds, sizes bytes.
 
     Attributes:
@@ -106,8 +105,7 @@ _OWN_DESCRIPTORS: Final = 128 + _OTHER_PEERS * _DESCRIPTORS_PER_PEER
 _DESCRIPTORS_PER_DATA_PEER: Final = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(msgspec.Struct, frozen=True):
     """What a process that connects to ``peers`` workers was granted.
 
     Attributes:

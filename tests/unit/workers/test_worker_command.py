@@ -3,9 +3,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from waiting import wait_until
 from workers.cli import main
 from workers.spec import RankSpec
 from workers.worker import rank_environment
@@ -91,3 +93,33 @@ def test_a_user_value_wins_but_identity_is_not_the_users() -> None:
     assert env["A"] == "1,2=3"
     assert (env["RANK"], env["MASTER_PORT"], env["ZBUS_START"]) == ("1", "29", "3")
     assert "MASTER_PORT" not in rank_environment(_spec())
+
+
+def _session_of(stat: Path) -> int:
+    """Return the session of a process, 0 once it is gone."""
+    try:
+        return int(stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[3])
+    except (OSError, IndexError):
+        return 0
+
+
+def test_a_template_that_is_there_before_the_command_line_was_read_ends_with_it() -> None:
+    """A start whose command line is refused leaves no process behind, though its template was forked first."""
+    command = [sys.executable, "-P", "-m", "workers", "start", "nprok=3"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as started:
+        _, said = started.communicate()
+    assert (started.returncode, said.splitlines()[0]) == (2, "error[ZB0101]: unknown config key `nprok`")
+    wait_until(
+        lambda: all(_session_of(stat) != started.pid for stat in Path("/proc").glob("[0-9]*/stat")),
+        what="the end of the template",
+    )
+
+
+def test_only_a_start_that_wants_a_template_forks_one() -> None:
+    """Other commands, and a start that is told so, fork nothing before they read their command line."""
+    code = (
+        "import sys\nfrom workers.__main__ import _fork_template\n"
+        "assert _fork_template(sys.argv[1:]) is None\nassert 'workers.template' not in sys.modules"
+    )
+    for arguments in (["env"], ["--version"], [], ["start", "--role", "w", "--no-template"]):
+        subprocess.run([sys.executable, "-c", code, *arguments], check=True)
