@@ -64,8 +64,8 @@ def drive(root: str, workers: int) -> dict[str, Any]:
         found["fanout_cpu"] = statistics.median(cpus)
         found["descriptors"] = (open_descriptors() - before[0]) / workers
         found["memory"] = (memory_mb(os.getpid())[1] - before[1]) * 1e3 / workers
-        assert bus._client is not None  # noqa: SLF001  # the house's own look at how many sockets there are
-        sockets = bus._client.factory.open_sockets  # noqa: SLF001  # as above
+        assert bus._session.client is not None  # noqa: SLF001  # the house's own look at how many sockets there are
+        sockets = bus._session.client.factory.open_sockets  # noqa: SLF001  # as above
         # A monitor is a second socket inside libzmq, which nobody here counts.
         found["sockets"] = (sum(sockets.values()) + sockets.get("monitor", 0)) / workers
         closing = time.perf_counter()

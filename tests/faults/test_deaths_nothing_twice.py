@@ -61,8 +61,8 @@ def test_saving_traces_calls_nobody_where_nothing_is_traced(tmp_path: Path) -> N
     role = Role(f"{DRIVERS}/fault_engines.py:Victim", replicas=2)
     with launch(tmp_path, {"actor": role}, config=config) as bus:
         asked: list[str] = []
-        original = bus._ask
-        bus._ask = lambda role, method, *rest, **more: asked.append(method) or original(role, method, *rest, **more)  # type: ignore[method-assign]
+        original = bus._session.ask
+        bus._session.ask = lambda role, method, *rest, **more: asked.append(method) or original(role, method, *rest, **more)  # type: ignore[method-assign]
         for step in range(100):
             bus.save_perf_tracer(step)
         assert asked == []

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.alone
 
 def stand(bus: Controller) -> list[tuple[str, int, str]]:
     """Return who is there: name, incarnation and state of each rank."""
-    return [(str(peer.name), peer.incarnation, peer.state.name) for peer in bus._rosters["actor"].peers()]
+    return [(str(peer.name), peer.incarnation, peer.state.name) for peer in bus._session.rosters["actor"].peers()]
 
 
 def news(record: WorkerRecord, gone: WorkerRecord, ended: ExitRecord) -> list[Event]:
@@ -57,7 +57,7 @@ def test_late_news_of_the_gone_makes_no_ghost(tmp_path):
     role = Role(f"{DRIVERS}/network_engines.py:Counting", args=[str(tmp_path / "effects")], replicas=2, restart="one")
     with launch(tmp_path, {"actor": role}) as bus:
         actor = bus.group("actor")
-        members = bus._members
+        members = bus._session.members
         assert members is not None
         gone = members.roles["actor"].members[0].record
         old_peer = members.roles["actor"].members[0].peer
@@ -103,7 +103,7 @@ def test_calls_to_a_rank_that_was_lost_say_so_at_once(tmp_path):
     """After the verdict nothing waits for the silent: a call is refused with the evidence."""
     role = Role(f"{DRIVERS}/network_engines.py:Counting", args=[str(tmp_path / "effects")])
     with launch(tmp_path, {"actor": role}) as bus:
-        members, client = bus._members, bus._client
+        members, client = bus._session.members, bus._session.client
         assert members is not None
         assert client is not None
         member = members.roles["actor"].members[0]

@@ -142,15 +142,15 @@ def test_a_busy_rank_that_is_asked_for_its_stack_all_the_time_lives_on(tmp_path,
     """A thousand questions, as the product asks them, while several threads of the worker are at work, harm nothing."""
     with trial(tmp_path, caplog) as bus:
         actor = bus.group("actor")
-        record = bus._members.roles["actor"].members[0].record
-        stacks = Stacks(bus.trial, bus._threads_of, fresh_s=0.0)
+        record = bus._session.members.roles["actor"].members[0].record
+        stacks = Stacks(bus.trial, bus._session.threads_of, fresh_s=0.0)
         calls = 0
         answers: list[Mapping[int, Told]] = []
         while sum(map(bool, answers)) < 1000:  # a slow machine leaves some unanswered: a question holds for a second
             futures = [actor[0].add.submit(f"c{calls + number}") for number in range(50)]
             streams = [actor[0].count.submit(f"s{calls + number}", 50) for number in range(5)]
             calls += 50
-            answers += [bus._threads_of([record])[0] for _ in range(50)]
+            answers += [bus._session.threads_of([record])[0] for _ in range(50)]
             assert stacks.take([record])[record.incarnation].place
             assert [future.result(scaled(10)) for future in streams] == [list(range(50))] * 5
             assert [future.result(scaled(10)) for future in futures][-1] == calls
@@ -162,7 +162,7 @@ def test_a_rank_that_native_code_holds_lives_on_while_it_is_signalled(tmp_path, 
     """Many signals while a regular expression holds the GIL, up to its end and beyond, as often as the product may."""
     with trial(tmp_path, caplog) as bus:
         actor = bus.group("actor")
-        record = bus._members.roles["actor"].members[0].record
+        record = bus._session.members.roles["actor"].members[0].record
         letters = letters_for(0.5)
         sent = 0
         for number in range(3):
@@ -170,7 +170,7 @@ def test_a_rank_that_native_code_holds_lives_on_while_it_is_signalled(tmp_path, 
             after = [actor[0].add.submit(f"c{number}.{one}") for one in range(50)]
             while not held.done():
                 watch = GilWatch(record.pid)
-                answers, _ = bus._threads_of([record])
+                answers, _ = bus._session.threads_of([record])
                 while not answers and not held.done():
                     if watch.held():
                         os.kill(record.pid, signal.SIGUSR2)

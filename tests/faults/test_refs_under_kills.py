@@ -319,7 +319,7 @@ def batches_under_kills(tmp_path: Path, place: Any, count: int, between: int) ->
         run.end()
         run.seen["kills"] = run.killer.kills
         until(lambda: not held(bus), "what is held to go")
-        until(lambda: bus._refs._holds.idle, "all owners to have heard")
+        until(lambda: bus._session.refs._holds.idle, "all owners to have heard")
         until(lambda: len(left(places)) == 6, "what dead ranks left to be removed")
         until(lambda: belongings(places)[0] <= mine[0] + 8, "descriptors of dead ranks to be closed")
         until(lambda: not belongings(places)[2], "memory of dead ranks to be let go")

@@ -107,7 +107,7 @@ def test_a_controller_that_was_replaced_is_fenced(tmp_path, takes_over):
 
             factory = SocketFactory()
             late = Client(session=new_session(), epoch=1, factory=factory)
-            worker = second._members.roles["actor"].members[0].record
+            worker = second._session.members.roles["actor"].members[0].record
             peer = late.connect(WorkerName("actor", 0), worker.incarnation, {"main": worker.main, "ctl": worker.ctl})
             late.wait(lambda: peer.state is PeerState.DEAD, scaled(10))
             assert peer.reason == "superseded"
@@ -165,7 +165,7 @@ def test_a_suspended_controller_is_told_that_it_was_replaced(tmp_path, monkeypat
     try:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGSTOP)
-        monkeypatch.setattr("controller.controller.refuse_living", lambda *_, **__: None)
+        monkeypatch.setattr("controller.launching.refuse_living", lambda *_, **__: None)
         monkeypatch.setattr("zbus.config.TrialDir.lock", lambda *_: None)
         with Controller.takeover(tmp_path / "test" / "t", timeout=scaled(30)) as second:
             process.send_signal(signal.SIGCONT)

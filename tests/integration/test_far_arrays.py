@@ -142,7 +142,7 @@ def test_a_call_that_moves_to_another_rank_takes_its_arrays_along(tmp_path, else
 def lost_after_answer(bus, nbytes):
     """Have a rank answer with an array and die before this process looks at the answer; return the call."""
     (before,) = bus.statuses().values()
-    with Controller.attach(bus.trial.path) as guest, bus._client.reactor.lock:
+    with Controller.attach(bus.trial.path) as guest, bus._session.client.reactor.lock:
         future = bus.group("actor").make.submit(nbytes, 1)
         wait_until(lambda: has_answered(guest, nbytes), what="the rank to have answered")
         os.kill(before["pid"], signal.SIGKILL)
@@ -188,7 +188,7 @@ def test_an_answer_that_does_not_come_ends_with_the_deadline_and_names_where_it_
     """The call was executed, its array never came: UNKNOWN at the deadline, and the rank serves on."""
     with launch(tmp_path, arrays(1, env=elsewhere)) as bus:
         actor = bus.group("actor")
-        peer = bus._rosters["actor"].peers()[0]
+        peer = bus._session.rosters["actor"].peers()[0]
         good, peer.reach = peer.reach, Reach("", (silent,))
         with pytest.raises(CallTimeout) as caught:
             actor.make.options(deadline=scaled(1.5))(4 * MIB, 1)

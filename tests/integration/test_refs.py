@@ -62,7 +62,7 @@ def until_nothing_is_kept(bus: Controller) -> None:
     try:
         wait_until(lambda: not held() and not bus.report()["refs"], what="all values to be let go")
     except AssertionError:
-        pytest.fail(f"still held: {held()}, here {bus.report()['refs']}; {bus._refs._holds._owners}")
+        pytest.fail(f"still held: {held()}, here {bus.report()['refs']}; {bus._session.refs._holds._owners}")
 
 
 def crossed(bus: Controller) -> int:

@@ -53,7 +53,7 @@ def test_many_workers_join_one_controller_and_answer_in_order(crowd, short_dir, 
             for value in range(3):
                 assert group.echo(value) == [value] * workers
             assert descriptors() - before <= descriptors_needed(workers)
-            sockets = bus._client.factory.open_sockets
+            sockets = bus._session.client.factory.open_sockets
             assert sum(sockets.values()) + sockets["monitor"] <= sockets_needed(workers)
     gc.collect()
     wait_until(lambda: descriptors() <= before + 4, what="the descriptors of all connections to be freed")

@@ -277,7 +277,7 @@ def bulk_link(directory: Path) -> dict[str, Any]:
         host.run("tc", "qdisc", "add", "dev", "eth0", *shape)
         array = (np.arange(1 << 27) * 5).view(np.uint8)
         answers, states, seen = [], set(), []
-        peer = on.bus._rosters["actor"].peers()[0]
+        peer = on.bus._session.rosters["actor"].peers()[0]
         took, right = {}, {}
         for way in ("there", "back"):
             began = time.monotonic()
