@@ -62,7 +62,12 @@ def test_saving_traces_calls_nobody_where_nothing_is_traced(tmp_path: Path) -> N
     with launch(tmp_path, {"actor": role}, config=config) as bus:
         asked: list[str] = []
         original = bus._session.ask
-        bus._session.ask = lambda role, method, *rest, **more: asked.append(method) or original(role, method, *rest, **more)  # type: ignore[method-assign]
+
+        def ask(role: str, method: str, *rest: Any, **more: Any) -> Any:
+            asked.append(method)
+            return original(role, method, *rest, **more)
+
+        bus._session.ask = ask  # type: ignore[method-assign]
         for step in range(100):
             bus.save_perf_tracer(step)
         assert asked == []

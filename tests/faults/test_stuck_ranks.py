@@ -160,8 +160,8 @@ def test_ranks_of_another_host_are_asked_through_their_agent(settled: Controller
 
     A rank that answers is told by its own word, and its agent is left alone.
     """
-    members = settled._members
-    client = settled._client
+    members = settled._session.members
+    client = settled._session.client
     assert members is not None
     assert client is not None
     told: list[set[int]] = []
@@ -173,7 +173,7 @@ def test_ranks_of_another_host_are_asked_through_their_agent(settled: Controller
     record = members.roles["actor"].members[4].record
     assert record is not None
     afar = structs.replace(record, pid_space="another kernel")
-    stacks = Stacks(settled.trial, settled._threads_of, ask, fresh_s=0.0)
+    stacks = Stacks(settled.trial, settled._session.threads_of, ask, fresh_s=0.0)
     try:
         waits = settled.group("actor")[4].step.submit("lock", (4,), scaled(4.0))
         wait_until(lambda: waits.outcomes()[0].state.startswith("running"), what="the call to run")
@@ -195,10 +195,10 @@ def test_ranks_of_another_host_are_asked_through_their_agent(settled: Controller
 
 def test_a_rank_that_answers_is_not_signalled(settled: Controller) -> None:
     """Its own word is enough, of all its threads; a handler that reads frames while they change would end it."""
-    members = settled._members
+    members = settled._session.members
     assert members is not None
     records = [member.record for member in members.roles["actor"].members if member.record is not None]
-    stacks = Stacks(settled.trial, settled._threads_of, fresh_s=0.0)
+    stacks = Stacks(settled.trial, settled._session.threads_of, fresh_s=0.0)
     before = {record.rank: text_of(settled, record) for record in records}
     try:
         dumps = stacks.take(records)
@@ -246,6 +246,6 @@ def test_the_callers_loop_runs_on_while_stacks_are_taken(settled: Controller) ->
             if longest >= scaled(0.3):
                 _, longest = asyncio.run(call())
     finally:
-        os.kill(settled._members.roles["actor"].members[6].record.pid, signal.SIGCONT)  # type: ignore[union-attr]
+        os.kill(settled._session.members.roles["actor"].members[6].record.pid, signal.SIGCONT)  # type: ignore[union-attr]
     assert "its process is stopped" in error.facts["at"]
     assert longest < scaled(0.3), f"{longest:.2f} s"

@@ -12,6 +12,7 @@ import pytest
 
 import zbus
 from controller import Controller
+from controller import launching as stations
 from launching import HERE, launch, probes
 from waiting import scaled, wait_until
 from zbus.runtime.processes import is_alive, start_time
@@ -50,18 +51,18 @@ def first_controller(root: Path) -> subprocess.Popen:
 @pytest.fixture
 def takes_over(tmp_path, monkeypatch):
     """Have what runs for the first controller end once the workers obey the second: a takeover waits for that."""
-    await_ready = Controller._await_ready
+    await_ready = stations._await_ready
 
     def obeyed(members):
         peers = [member.peer for member in members.roles["actor"].members]
         return all(peer is not None and peer.state is PeerState.READY for peer in peers)
 
-    def end_what_runs(self, members, *rest):
+    def end_what_runs(session, members, *rest):
         wait_until(lambda: obeyed(members), what="the workers to obey the second controller")
         (tmp_path / "go").touch()
-        await_ready(self, members, *rest)
+        await_ready(session, members, *rest)
 
-    monkeypatch.setattr(Controller, "_await_ready", end_what_runs)
+    monkeypatch.setattr(stations, "_await_ready", end_what_runs)
 
 
 def test_a_successor_adopts_workers_and_the_result_of_what_ran(tmp_path, takes_over):
