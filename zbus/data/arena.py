@@ -133,6 +133,7 @@ class Arena:
         self._pool = Pool(limit, ROWS, self._cells)
         self._lock = threading.Lock()
         self._maps: dict[int, mmap.mmap] = {}
+        self._memory: dict[int, np.ndarray[Any, Any]] = {}  # by row: the map as bytes
         self._columns: dict[str, int] = {}
         self._free_columns = list(range(COLUMNS - 1, _OWNER, -1))
         self._dropped: deque[tuple[int, int]] = deque()
@@ -211,7 +212,7 @@ class Arena:
                 self._refuse(nbytes)
                 return None
             self._cells.let_open(slot.row, slot.generation)
-            return slot, np.frombuffer(self._maps[slot.row], np.uint8)
+            return slot, self._memory[slot.row]
 
     def address(self, lease: Lease, reader: str) -> bool:
         """Let the process of a token read what is lent; False if that cannot be.
@@ -266,6 +267,7 @@ class Arena:
         with self._lock:
             self._pool = Pool(0, 1, self._cells)
             self._maps.clear()  # the memory goes with the last view of it
+            self._memory.clear()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -321,11 +323,13 @@ class Arena:
             self._pool.undo(slot)
             return None
         self._maps[slot.row] = mapped
+        self._memory[slot.row] = np.frombuffer(mapped, np.uint8)
         return slot
 
     def _remove(self, slot: Slot) -> None:
         """Give back the memory of a slot that nobody has open, or will open: readers may have mapped it still."""
         self._maps.pop(slot.row, None)
+        self._memory.pop(slot.row, None)
         path = self._presence.path / f"{slot.row}.{slot.birth}"
         with contextlib.suppress(FileNotFoundError):
             os.truncate(path, 0)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zbus.codec import Keep
-from zbus.data.lease import SHARED_FROM, Lease
+from zbus.data.lease import SHARED_FROM, Lease, is_descriptor
 from zbus.data.presence import VARIABLE, Presence, is_token, lives, shared_root, sweep
 from zbus.errors import TransportError
 from zbus.protocol.messages import Buffer, Buffers
@@ -144,6 +144,10 @@ class Courier:
             return frames
         return self.in_full(frames)
 
+    def address(self, lease: Lease, peer: str) -> bool:
+        """Let one more peer open what is lent here; False: it cannot, and needs the bytes themselves."""
+        return self._arena_made is not None and self.is_near(peer) and self._arena_made.address(lease, peer)
+
     @staticmethod
     def in_full(frames: Buffers) -> Buffers:
         """Return frames that anybody can read; the memory behind them stays for as long as they do."""
@@ -178,12 +182,12 @@ class Courier:
         """
         if len(frames) == 1 or not self.is_near(owner):
             return frames
-        from zbus.data.loans import is_descriptor
-
-        return [
-            frame if number == 0 or not is_descriptor(frame) else self._loans().open(bytes(frame), owner).data
-            for number, frame in enumerate(frames)
-        ]
+        made = list(frames)
+        for number in range(1, len(made)):
+            frame = made[number]
+            if is_descriptor(frame):
+                made[number] = self._loans().open(bytes(frame), owner).data
+        return made
 
     # -- the rest --------------------------------------------------------------------------------------------------
 

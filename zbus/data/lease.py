@@ -21,15 +21,25 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from zbus.protocol.messages import Buffer
+
 if TYPE_CHECKING:
     from zbus.data.arena import Arena
 
-__all__ = ["DESCRIPTOR", "MAGIC", "SHARED_FROM", "Lease"]
+__all__ = ["DESCRIPTOR", "MAGIC", "SHARED_FROM", "Lease", "is_descriptor"]
 
 DESCRIPTOR: Final = struct.Struct("<4sIQQQQ")
 MAGIC: Final = b"zshm"
 SHARED_FROM: Final = 1 << 16
 """Bytes from which an array goes through shared memory; below, frames are as quick."""
+
+
+_NBYTES: Final = DESCRIPTOR.size
+
+
+def is_descriptor(frame: Buffer) -> bool:
+    """Tell whether a received buffer names a slot instead of holding an array."""
+    return len(frame) == _NBYTES and frame[:4] == MAGIC
 
 
 class Lease(bytes):

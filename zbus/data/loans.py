@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,47 +19,57 @@ from zbus.data.borrowed import Borrowed
 from zbus.data.lease import DESCRIPTOR, MAGIC
 from zbus.data.views import keeping
 from zbus.errors import CodecError
-from zbus.protocol.messages import Buffer
 
-__all__ = ["Lent", "Loans", "is_descriptor"]
+__all__ = ["Lent", "Loans"]
 
 _COPY_BELOW: Final = 1 << 21
 """Below this a private copy costs less than a private mapping."""
 
 
-def is_descriptor(frame: Buffer) -> bool:
-    """Tell whether a received buffer names a slot instead of holding an array."""
-    return len(frame) == DESCRIPTOR.size and frame[:4] == MAGIC
-
-
 class Lent(np.ndarray[Any, Any], Lender):
     """Bytes of somebody else's slot, read-only. The slot is given back when this and all views of it are gone."""
 
-    source: _Source | None = None
-    offset: int = 0
+    loan: _Loan | None = None
 
     def private(self) -> memoryview:
         """Return the same bytes in memory that is writable and nobody else's; the slot stays lent meanwhile."""
-        source = self.source
-        if source is None or self.nbytes < _COPY_BELOW:
+        loan = self.loan
+        source = None if loan is None else loan.source
+        if loan is None or source is None or self.nbytes < _COPY_BELOW:
             return memoryview(bytearray(self))
         try:
             descriptor = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:  # its owner has ended since; the mapping of this object is still good
             return memoryview(bytearray(self))
-        within = self.offset % mmap.ALLOCATIONGRANULARITY
+        within = loan.offset % mmap.ALLOCATIONGRANULARITY
         try:
             mapped = mmap.mmap(
                 descriptor,
                 within + self.nbytes,
                 mmap.MAP_PRIVATE,
                 mmap.PROT_READ | mmap.PROT_WRITE,
-                offset=self.offset - within,
+                offset=loan.offset - within,
             )
         finally:
             os.close(descriptor)
         # Pages not written to are still the owner's: they must stay lent as long as this memory lives.
         return keeping(mapped, self.nbytes, self, within).data
+
+
+class _Loan:
+    """One object of a slot that is open here; with its end the slot is told."""
+
+    __slots__ = ("_ended", "_place", "_row", "offset", "source")
+
+    def __init__(self, ended: Callable[[_Owner, int], None], place: _Owner, row: int, offset: int) -> None:
+        self.source: _Source | None = None
+        self.offset = offset
+        self._ended = ended
+        self._place = place
+        self._row = row
+
+    def __del__(self) -> None:
+        self._ended(self._place, self._row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +154,7 @@ class Loans:
     def __init__(self, root: Path, token: str) -> None:
         self._root = root
         self._token = token
+        self._process = os.getpid()
         self._owners: dict[str, _Owner] = {}
         self._gone: deque[tuple[_Owner, int]] = deque()
         self._lock = threading.Lock()
@@ -162,45 +173,36 @@ class Loans:
         if magic != MAGIC or row >= ROWS:
             msg = "a frame came that names no array"
             raise CodecError(msg)
-        with self._lock:
-            try:
+        loan: _Loan | None = None
+        try:
+            with self._lock:
                 place = self._owners.get(owner) or self._owners.setdefault(
                     owner, _Owner(self._root / owner, self._token)
                 )
-                source = self._enter(place, row, birth, generation)
-            except (OSError, ValueError) as error:
-                msg = f"an array in shared memory of process {owner} cannot be opened: {error}"
-                raise CodecError(msg) from error
-            lent = None
-            if source is not None:
-                fits = offset + nbytes <= len(source.memory)
-                lent = Lent((nbytes if fits else 0,), np.uint8, source.memory, offset if fits else 0)  # see ``keeping``
-                lent.source, lent.offset = source, offset
-                weakref.finalize(lent, self._finished, place, row).atexit = False
-        self._drain()
-        if lent is None:
-            msg = f"an array in shared memory of process {owner} came too late: its place is used again"
-            raise CodecError(msg)
-        if lent.nbytes != nbytes:
+                if not place.borrowed.enter(row, generation):
+                    msg = f"an array in shared memory of process {owner} came too late: its place is used again"
+                    raise CodecError(msg)
+                loan = _Loan(self._finished, place, row, offset)
+                source = loan.source = place.source(row, birth)
+        except (OSError, ValueError) as error:
+            loan = None  # now, not with the error, which somebody may keep
+            msg = f"an array in shared memory of process {owner} cannot be opened: {error}"
+            raise CodecError(msg) from error
+        finally:
+            self._drain()
+        if offset + nbytes > len(source.memory):
+            loan = None
             msg = f"a frame of process {owner} names bytes {offset:,} to {offset + nbytes:,} of a smaller place"
             raise CodecError(msg)
+        lent = Lent((nbytes,), np.uint8, source.memory, offset)  # see ``keeping``
+        lent.loan = loan
         return lent
-
-    @staticmethod
-    def _enter(place: _Owner, row: int, birth: int, generation: int) -> _Source | None:
-        """Count one more object of a generation; None if it may not be opened (any more)."""
-        if not place.borrowed.enter(row, generation):
-            return None
-        try:
-            return place.source(row, birth)
-        except BaseException:
-            place.borrowed.leave(row)
-            raise
 
     def _finished(self, place: _Owner, row: int) -> None:
         """One object is gone. On any thread, also out of the garbage collector while that thread holds the lock."""
-        self._gone.append((place, row))
-        self._drain()
+        if os.getpid() == self._process:  # a forked child has copies of the objects, and nothing to give back
+            self._gone.append((place, row))
+            self._drain()
 
     def _drain(self) -> None:
         """Give back what is gone; whoever holds the lock now does it when it has let go of it."""

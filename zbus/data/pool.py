@@ -99,11 +99,14 @@ class Pool:
         """Return a slot of at least ``nbytes`` in a new generation with one lease, or None: make one (``grow``)."""
         self.collect(now_ns)
         wanted = size_class(nbytes)
-        fits = [slot for slot in self.free() if wanted <= slot.size <= 2 * wanted]
-        if not fits:
-            return None
-        slot = min(fits, key=lambda slot: (slot.size, slot.row))
-        return self._lend(slot)
+        most, busy = 2 * wanted, self._busy
+        best: Slot | None = None
+        for row, slot in self.slots.items():  # each array that is lent comes by here
+            if row in busy or not wanted <= slot.size <= most:
+                continue
+            if best is None or (slot.size, row) < (best.size, best.row):
+                best = slot
+        return None if best is None else self._lend(best)
 
     def grow(self, nbytes: int) -> tuple[list[Slot], Slot | None]:
         """Make room for one more slot and enter it, lent with one lease.

@@ -38,6 +38,9 @@ PULL_FROM: Final = 4 << 20
 """Bytes from which an array is pulled where it cannot be mapped; measured in ``docs/decisions/bulk-data.md``."""
 
 
+_STANDING: Final = frozenset((Lease, Offer))
+"""Frames that stand for an array."""
+
 _MOST_KNOWN: Final = 64
 _REACH: Final = (
     "that address must be reached from here; it is bound at scheduler.bind (the controller) or --bind (a rank)"
@@ -82,7 +85,8 @@ class Porter:
             peers: Of the processes the message may go to. Each is given the right to read by ``addressed``.
             snapshot: Copy arrays, so that they may be changed at once.
         """
-        near = [self.courier.is_near(peer.memory) for peer in peers]
+        is_near = self.courier.is_near
+        near = [is_near(peer.memory) for peer in peers]
         far = self._offers_to(peers)
         if not any(near) and not far:
             return None
@@ -122,14 +126,15 @@ class Porter:
 
     def addressed(self, frames: Buffers, peer: Reach) -> Buffers:
         """Return frames that one more peer can open."""
-        if not any(type(frame) is Lease or type(frame) is Offer for frame in frames):
-            return frames
-        return [self._addressed(frame, peer) for frame in frames]
+        addressed = self._addressed
+        return [addressed(frame, peer) if type(frame) in _STANDING else frame for frame in frames]
 
     def _addressed(self, frame: Buffer, peer: Reach) -> Buffer:
         if type(frame) is Lease:
-            (made,) = self.courier.addressed([frame], peer.memory)
-            if type(made) is Lease or frame.nbytes < self._pull_from or not self._offers_to([peer]):
+            if self.courier.address(frame, peer.memory):
+                return frame
+            (made,) = self.courier.in_full([frame])
+            if frame.nbytes < self._pull_from or not self._offers_to([peer]):
                 return made
             return self.offer(memoryview(made))
         if type(frame) is Offer and not peer.data:

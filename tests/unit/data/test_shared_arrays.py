@@ -557,3 +557,46 @@ def test_a_stopped_reader_holds_nobody_up(courier, root):
             other.ask("drop")
         reader.process.send_signal(signal.SIGCONT)
         assert reader.ask("hash") == found == digest(data)
+
+
+def lent_bytes(courier):
+    """Return how much of what a process lends is in use."""
+    return courier.statistics()["shared_lent_bytes"]
+
+
+def test_a_forked_child_gives_nothing_back(courier, root):
+    """What a child drops of its copies of our arrays stays open: the parent still reads it."""
+    other = Courier.enter(64 << 20, root)
+    try:
+        opened = other.opened([b"", bytes(frame := lend(courier, other, np.ones(SIZE, np.uint8)))], courier.token)
+        del frame
+        child = os.fork()
+        if not child:
+            opened = None
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert lent_bytes(courier)
+        assert bytes(opened[1][:2]) == b"\1\1"
+        opened = None
+        assert not lent_bytes(courier)
+    finally:
+        other.leave()
+
+
+@pytest.mark.parametrize("wrong", ["file", "size"])
+def test_an_error_that_is_kept_holds_no_memory(courier, root, wrong):
+    """A slot whose file is gone, or smaller than said, is free once nothing names it, though the error lives on."""
+    other = Courier.enter(64 << 20, root)
+    try:
+        frame = lend(courier, other, np.ones(SIZE, np.uint8))
+        named = bytes(frame)
+        if wrong == "size":
+            named = DESCRIPTOR.pack(*DESCRIPTOR.unpack(named)[:-1], 1 << 30)
+        else:
+            (root / courier.token / files(courier, root)[0]).unlink()
+        with pytest.raises(CodecError, match=r"cannot be opened|smaller place") as kept:
+            other.opened([b"", named], courier.token)
+        del frame
+        assert not lent_bytes(courier), kept.value
+    finally:
+        other.leave()
