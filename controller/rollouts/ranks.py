@@ -9,7 +9,7 @@ from controller.group import Group
 from controller.placer import is_dead, is_ready
 from controller.rollouts.routing import Presence
 from zbus.engine import AnyOne, EndpointSpec
-from zbus.errors import ConfigError, Fenced, NotExecuted, OutcomeUnknown, Unavailable
+from zbus.errors import ConfigError, Fenced, NotExecuted, OutcomeUnknown, TransportError, Unavailable
 from zbus.retry import RetryPolicy
 
 __all__ = ["BusRanks", "RankLost", "Ranks", "Sight", "any_one"]
@@ -99,6 +99,8 @@ class BusRanks:
             value = await endpoint.aio(*args, **kwargs)
         except Fenced:
             raise
+        except TransportError as error:  # the bus was closed since this rank was chosen
+            raise RankLost(str(error), reached=False) from error
         except (Unavailable, NotExecuted, OutcomeUnknown) as error:
             if not _may_move(error, endpoint.spec):
                 raise

@@ -87,7 +87,7 @@ def test_a_killed_agent_takes_its_ranks_along_and_is_named(kit: RunKit) -> None:
     running = kit.start("params.how=sleep", "params.peers=sleep")
     kit.wait_log("step: ")
     (agent,) = kit.records().agents("actor")
-    time.sleep(0.1)  # a call is confirmed after some 2 ms
+    time.sleep(0.5)  # a call is confirmed after some 2 ms
     began = time.monotonic()
     os.kill(agent.pid, signal.SIGKILL)
     running.wait_err("more: ")

@@ -23,7 +23,7 @@ import yaml
 
 from waiting import scaled
 
-pytestmark = [pytest.mark.ci, pytest.mark.alone, pytest.mark.timeout(scaled(180))]
+pytestmark = [pytest.mark.ci, pytest.mark.alone, pytest.mark.timeout(scaled(600))]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -197,7 +197,7 @@ def run(path: Path, command: str, wanted: int | None = 0, within: Path | None = 
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=scaled(90),
+        timeout=scaled(240),
     )
     assert wanted is None or done.returncode == wanted, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
     return done.stdout

@@ -25,7 +25,7 @@ from zbus.runtime.processes import children_of, is_alive, start_time
 
 pytest.importorskip("torch", reason="generation is on torch: install zbus-runtime[torch]")
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(scaled(120))]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(scaled(300))]
 
 GREEDY = Sampling(max_tokens=8, temperature=0)
 

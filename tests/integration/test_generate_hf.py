@@ -18,7 +18,7 @@ from zbus.runtime.context import Context
 torch = pytest.importorskip("torch", reason="generation is on torch: install zbus-runtime[torch]")
 transformers = pytest.importorskip("transformers", reason="models of Hugging Face: install zbus-runtime[hf]")
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(scaled(120))]
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(scaled(300))]
 
 SIZES = {
     "vocab_size": 320,

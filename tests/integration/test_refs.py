@@ -284,8 +284,8 @@ def test_an_owner_that_is_stopped_is_waited_for_and_one_that_is_killed_meanwhile
         os.kill(pid, signal.SIGSTOP)
         futures = [critic[1].digest.submit(refs[0]), critic[1].digest_aside.submit(refs[0])]
         os.kill(pid, signal.SIGKILL)
-        for future in futures:
-            with pytest.raises(RefLostError, match=r"actor/0 no longer has .* killed by SIGKILL"):
+        for future in futures:  # whoever sees the end before its exit record is there knows the end, not the cause
+            with pytest.raises(RefLostError, match=r"actor/0 no longer has .* (killed by SIGKILL|its process is gone)"):
                 future.result()
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from controller import Role
 from controller.rollout import RolloutController, RolloutTimeout
+from controller.rollouts.ranks import RankLost
 from controller.rollouts.results import Outcome
 from launching import HERE, launch
 from waiting import scaled, wait_until
@@ -236,5 +237,7 @@ def test_a_closed_trial_ends_every_rollout(tmp_path):
         wait_until(lambda: "2 running" in rollout._driver.standing("submit"), what="the start")
         bus.close()
         assert {one.outcome for one in rollout.wait(4, timeout=scaled(20))} == {Outcome.LOST}
+        with pytest.raises(RankLost, match="closed"):  # a rollout that had chosen its rank just before
+            asyncio.run(rollout._driver._ranks.call(0, "once", ("x",), {}))
         with pytest.raises(NotExecuted, match="no rank of rollout acknowledged version 1"):
             rollout.set_version(1, timeout=1.0)

@@ -21,7 +21,7 @@ from workers.engines.train.trainer import Trainer  # noqa: E402
 from zbus.errors import BatchError, StartupError, WorkerLost, ZbusError  # noqa: E402
 from zbus.rl.steps import merge_reports  # noqa: E402
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(scaled(120))]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(scaled(300))]
 
 STEPS = 50
 KWARGS = {"optimizer": {"lr": 0.01}, "micro_tokens": 17}

@@ -16,7 +16,7 @@ from waiting import scaled, wait_until
 from zbus import Ragged
 from zbus.rl import Sampling
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(scaled(120))]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(scaled(300))]
 
 MODEL = {"model": "train_models:Tiny", "dtype": "float64"}
 TOKENS = 40

@@ -18,7 +18,7 @@ from zbus.errors import CodecError, ConfigError, EngineLoadError, RemoteError, R
 from zbus.rl.rewards import RewardPool
 from zbus.runtime.processes import is_alive, start_time
 
-pytestmark = pytest.mark.timeout(scaled(60))
+pytestmark = pytest.mark.timeout(scaled(200))
 
 FILE = Path(reward_functions.__file__)
 NAMES = ("same", "distance", "whole", "mark", "wrong", "odd", "hang", "hang_with_child", "crash", "leave")
