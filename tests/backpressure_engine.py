@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import zbus
 from zbus import AnyOne
@@ -63,9 +64,11 @@ class Source(zbus.Engine):
         yield from range(count)
 
     @zbus.endpoint(lane="slow")
-    def swallow(self, payload: bytes, seconds: float = 0.0) -> int:
+    def swallow(self, payload: bytes, gate: str = "") -> int:
+        """Take it; with a ``gate``, once that file is there."""
         self.items += 1
-        time.sleep(seconds)
+        while gate and not Path(gate).exists():
+            time.sleep(0.005)
         return len(payload)
 
     @zbus.endpoint(effect="pure", lane="bulk")

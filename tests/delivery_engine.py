@@ -46,9 +46,11 @@ class Delivery(zbus.Engine):
         return self.ctx.rank
 
     @zbus.endpoint(Everywhere(), collect=PerRank())
-    def hold(self, what: str, seconds: float) -> str:
+    def hold(self, what: str, gate: str) -> str:
+        """Run until the file ``gate`` is there."""
         self.note(what, "began")
-        time.sleep(seconds)
+        while not Path(gate).exists():
+            time.sleep(0.005)
         self.note(what, "ended")
         return what
 

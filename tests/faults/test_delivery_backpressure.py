@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import resource
+import threading
 
 import pytest
 
@@ -82,53 +83,62 @@ def test_a_plain_call_of_a_long_generator_gives_the_whole_list(bus):
     assert count(1000) == list(range(1000))
 
 
-def test_a_caller_that_never_collects_is_held_back(bus):
+def test_a_caller_that_never_collects_is_held_back(bus, tmp_path):
     """Row 64: 3,000 calls of 32 KB, no future kept, none waited for: no more are out than the window has places."""
     source = bus.group("source")[0]
     before = source.made()
-    most = 0
-    source.swallow.submit(b"", 0.3)
+    gate, most = tmp_path / "go", 0
+    source.swallow.submit(b"", str(gate))
+
+    def open_when_full() -> None:
+        wait_until(lambda: out(source) == 1_024, 60, "the window to be full")
+        gate.touch()
+
+    opener = threading.Thread(target=open_when_full)
+    opener.start()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(3_000):
         source.swallow.submit(bytes(32 << 10))
         most = max(most, out(source))
-    assert 1_000 < most <= 1_024, "the window was filled, and no more"
+    opener.join()
+    assert gate.exists()
+    assert most <= 1_024, "the window was filled, and no more"
     wait_until(lambda: source.made() - before == 3_001, what="every call to run")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100 * 1024  # KiB
 
 
-def test_a_call_that_finds_no_room_in_time_was_not_sent(bus):
+def test_a_call_that_finds_no_room_in_time_was_not_sent(bus, tmp_path):
     """While the window is full a call waits for room until its deadline, and then reads NOT_EXECUTED."""
     source = bus.group("source")[0]
-    hold = source.swallow.submit(b"", 1.0)
+    gate = tmp_path / "go"
+    hold = source.swallow.submit(b"", str(gate))
     while out(source) < 1_024:
         source.swallow.submit(b"")
     refused = source.swallow.options(deadline=0.1).submit(b"late")
-    assert not hold.done()
     with pytest.raises(zbus.CallTimeout, match="earlier calls fill the window") as caught:
         refused.result()
     assert (caught.value.outcome, caught.value.attempts) == ("NOT_EXECUTED", 0)
+    gate.touch()
+    assert hold.result() == 0
 
 
-def test_on_a_loop_calls_wait_for_room_without_blocking_it(bus):
+def test_on_a_loop_calls_wait_for_room_without_blocking_it(bus, tmp_path):
     """2,000 awaited calls at once on a full window: the loop goes on ticking, all are answered."""
     source = bus.group("source")[0]
+    gate = tmp_path / "go"
 
-    async def main() -> int:
+    async def open_after_ticks_on_a_full_window() -> None:
         ticks = 0
+        while ticks < 10:
+            await asyncio.sleep(0.01)
+            ticks += out(source) == 1_024
+        gate.touch()
 
-        async def tick() -> None:
-            nonlocal ticks
-            while True:
-                ticks += 1
-                await asyncio.sleep(0.01)
-
-        ticker = asyncio.create_task(tick())
-        first = asyncio.create_task(source.swallow.aio(b"", 1.5))  # longer than it takes to make the others
+    async def main() -> list[int]:
+        first = asyncio.create_task(source.swallow.aio(b"", str(gate)))
+        opener = asyncio.create_task(open_after_ticks_on_a_full_window())
         answers = await asyncio.gather(*(source.swallow.aio(b"x") for _ in range(2_000)))
-        await first
-        ticker.cancel()
-        assert answers == [1] * 2_000
-        return ticks
+        await asyncio.gather(first, opener)
+        return answers
 
-    assert asyncio.run(main()) > 10
+    assert asyncio.run(asyncio.wait_for(main(), scaled(60))) == [1] * 2_000

@@ -35,7 +35,7 @@ def test_a_pure_call_of_any_rank_moves_to_another_when_its_worker_dies(tmp_path)
     with launch(tmp_path / "runs", {"actor": role(truth)}) as bus:
         actor = bus.group("actor")
         pids = actor.pid()
-        future = actor.pure.submit("moves", 1.0)
+        future = actor.pure.submit("moves", scaled(5.0))
         wait_until(lambda: began(truth, "moves"), what="the call to begin")
         first = int(began(truth, "moves")[0][0])
         os.kill(pids[first], signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_a_once_call_is_never_run_again(tmp_path):
     with launch(tmp_path / "runs", {"actor": role(truth, restart="one")}) as bus:
         actor = bus.group("actor")
         victim = actor[0].pid()
-        future = actor[0].hold.options(retries=FAST).submit("once", 1000)
+        future = actor[0].hold.options(retries=FAST).submit("once", "/nowhere")
         queued = [actor[0].each.submit(f"queued-{number}") for number in range(3)]
         wait_until(lambda: began(truth, "once"), what="the call to begin")
         os.kill(victim, signal.SIGKILL)

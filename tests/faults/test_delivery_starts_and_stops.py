@@ -50,40 +50,45 @@ def test_a_call_that_starts_together_answers_like_any_other(bus):
     assert actor[0].together("alone") == 0
 
 
-def test_it_begins_on_no_rank_before_the_last_one_is_free(bus, truth):
+def test_it_begins_on_no_rank_before_the_last_one_is_free(bus, truth, tmp_path):
     """While one rank is still busy, the others hold the call; when it is free, all run."""
     actor = bus.group("actor")
-    busy = actor[2].hold.submit("busy", 0.4)
+    busy = actor[2].hold.submit("busy", str(tmp_path / "go"))
     wait_until(lambda: began(truth, "busy"), what="rank 2 to be busy")
     future = actor.together.submit("late")
+    wait_until(
+        lambda: "ready, waiting for the other ranks" in future.outcomes()[0].state, what="rank 0 to wait for rank 2"
+    )
     time.sleep(0.1)  # long enough for ranks 0 and 1 to have begun, if they were going to
     assert not began(truth, "late")
-    assert "ready, waiting for the other ranks" in future.outcomes()[0].state
+    (tmp_path / "go").touch()
     assert future.result() == [0, 1, 2]
     assert busy.result()
 
 
-def test_a_deadline_before_the_start_means_it_ran_nowhere(bus, truth):
+def test_a_deadline_before_the_start_means_it_ran_nowhere(bus, truth, tmp_path):
     """The rank that is late makes the call NOT_EXECUTED on all, and the next call is answered."""
     actor = bus.group("actor")
-    busy = actor[1].hold.submit("slow", 0.6)
+    busy = actor[1].hold.submit("slow", str(tmp_path / "go"))
     future = actor.together.options(deadline=0.15).submit("expired")
     with pytest.raises(zbus.BatchError):
         future.result()
     assert {known.outcome for known in future.outcomes()} == {"NOT_EXECUTED"}
+    (tmp_path / "go").touch()
     busy.result()
     assert actor.together("after") == [0, 1, 2]
     assert not began(truth, "expired")
 
 
-def test_a_cancel_before_the_start_means_it_ran_nowhere(bus, truth):
+def test_a_cancel_before_the_start_means_it_ran_nowhere(bus, truth, tmp_path):
     """All ranks are told CANCELLED at once, though one is busy."""
     actor = bus.group("actor")
-    busy = actor[1].hold.submit("slow2", 0.4)
+    busy = actor[1].hold.submit("slow2", str(tmp_path / "go"))
     wait_until(lambda: began(truth, "slow2"), what="rank 1 to be busy")
     future = actor.together.submit("cancelled")
     future.cancel()
     assert {known.outcome for known in future.outcomes()} == {"CANCELLED"}
+    (tmp_path / "go").touch()
     busy.result()
     assert actor.together("after2") == [0, 1, 2]
     assert not began(truth, "cancelled")
@@ -95,7 +100,7 @@ def test_a_rank_killed_before_the_start_means_it_ran_nowhere(tmp_path):
     with launch(tmp_path / "runs", {"actor": role(truth)}) as bus:
         actor = bus.group("actor")
         victim = actor[2].pid()
-        actor[2].hold.submit("busy", 1000)
+        actor[2].hold.submit("busy", "/nowhere")
         wait_until(lambda: began(truth, "busy"), what="rank 2 to be busy")
         future = actor.together.submit("never")
         wait_until(lambda: "ready" in future.outcomes()[0].state, what="rank 0 to hold the call")

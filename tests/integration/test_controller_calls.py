@@ -147,25 +147,29 @@ def test_concurrent_async_calls_overlap_on_one_worker(bus):
     assert [future.result() for future in futures] == [8] * 8
 
 
-def test_ctl_answers_while_the_engine_is_busy(bus):
+def test_ctl_answers_while_the_engine_is_busy(bus, tmp_path):
     """Status is answered while every rank runs a call, and says which and for how long."""
-    future = bus.group("actor").sleep.submit(1.0)
+    gate = tmp_path / "go"
+    future = bus.group("actor").wait_for.submit(str(gate))
     statuses = wait_until(
-        lambda: [s for s in bus.statuses().values() if s["call"] is not None and s["call"]["method"] == "sleep"][1:],
-        what="both ranks to be seen in `sleep`",
+        lambda: [s for s in bus.statuses().values() if s["call"] is not None and s["call"]["method"] == "wait_for"][1:],
+        what="both ranks to be seen in `wait_for`",
     )
     assert statuses[0]["state"] == "busy"
-    assert future.result() == [1.0, 1.0]
+    gate.touch()
+    assert future.result() == [str(gate)] * 2
 
 
-def test_a_deadline_that_passes_in_the_queue_proves_that_the_call_did_not_run(bus):
+def test_a_deadline_that_passes_in_the_queue_proves_that_the_call_did_not_run(bus, tmp_path):
     """A call that expires behind another is NOT_EXECUTED, and its place does not stall the lane (B9)."""
     one = bus.group("actor")[0]
     before = len(one.notes())
-    blocker = one.sleep.submit(0.6)
+    gate = tmp_path / "go"
+    blocker = one.wait_for.submit(str(gate))
     with pytest.raises(zbus.CallTimeout) as caught:
         one.options(deadline=0.1).note("late")
     assert caught.value.outcome == "NOT_EXECUTED"
+    gate.touch()
     blocker.result()
     assert len(one.notes()) == before
     assert one.echo(2) == 2
@@ -175,7 +179,7 @@ def test_a_deadline_in_a_running_call_says_that_it_may_have_run(bus):
     """A call that is running at its deadline ends UNKNOWN with that evidence; the worker goes on (B1)."""
     one = bus.group("actor")[1]
     with pytest.raises(zbus.CallTimeout) as caught:
-        one.options(deadline=0.2).sleep(0.8)
+        one.options(deadline=1.0).sleep(2.0)
     assert caught.value.outcome == "UNKNOWN"
     assert one.echo(3) == 3
 
