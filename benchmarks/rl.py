@@ -5,7 +5,8 @@
 
 The job is ``examples/g2p/grpo.yaml`` with one rank that trains and one that generates. ``grpo_steps``: seconds of its
 GRPO steps, with answers at most 0 (``sync``) or 2 (``async``) versions old; ``ratio`` is to ``sync`` of the same round.
-``bus_cpu``: percent of the CPU time of all processes of the job, over these steps, that is the bus's, by this count:
+``bus_cpu``: percent of the CPU time of all processes of the job that is the bus's, over these steps (not the start, the
+examinations before and after them, or dumps, of which there are none), by this count:
 
 - not the bus's: the threads of ranks that compute tokens and gradients, and of the main thread that trains the steps;
   the processes that call rewards; the workflow's own steps on its event loop (see ``rl_job/engines_kept.py``);
@@ -49,7 +50,7 @@ def config(steps: int, staleness: int) -> dict[str, Any]:
     kwargs = told["roles"]["rollout"]["kwargs"]
     del kwargs["workflows"]  # the engine brings one that keeps books
     kwargs["rewards"] = {"score": f"{EXAMPLE / 'rewards.py'}:score"}
-    told["params"] |= {"steps": steps, "max_staleness": staleness, "heldout_words": 50, "checkpoint_every": 0}
+    told["params"] |= {"steps": steps, "max_staleness": staleness, "heldout_words": 50}
     return told
 
 

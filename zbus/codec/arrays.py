@@ -15,6 +15,7 @@ import numpy as np
 
 from zbus.codec.decoder import BUILD, Decoder, exactly
 from zbus.codec.encoder import PREPARE, Encoder
+from zbus.codec.limits import INLINE_BELOW
 from zbus.codec.wire import Kind, marker
 from zbus.errors import CodecError, ConfigError
 from zbus.ragged import Ragged
@@ -23,6 +24,8 @@ __all__ = ["install", "shape_of"]
 
 _MAX_DIMENSIONS: Final = 64
 _MAX_DIMENSION: Final = (1 << 63) - 1
+_MOST_AT_ONCE: Final = 1 << 31
+"""So many items need no look at overflow: no dtype has items of twice as many bytes."""
 _PLAIN: Final = re.compile(r"[<>|][biufc]\d{1,2}|[<>][mM]8(\[\d{0,9}[a-zA-Z]{1,7}\])?|[<>|][US]\d{1,9}")
 _UNKNOWN: Final = "an array came with an unknown dtype"
 _ARRAY: Final = marker(Kind.NDARRAY)
@@ -59,6 +62,9 @@ def shape_of(dimensions: list[Any], itemsize: int) -> int:
     Raises:
         CodecError: A dimension is not an int in 0..2**63-1, or there are more than 64.
     """
+    if len(dimensions) == 1 and type(dimensions[0]) is int and 0 <= dimensions[0] <= _MOST_AT_ONCE:
+        size: int = dimensions[0] * itemsize  # nearly all small arrays are so
+        return size
     if len(dimensions) > _MAX_DIMENSIONS:
         msg = f"an array of {len(dimensions)} dimensions came; the limit is {_MAX_DIMENSIONS}"
         raise CodecError(msg)
@@ -104,8 +110,8 @@ def _array(value: np.ndarray[Any, Any], state: Encoder) -> list[Any]:
 
 
 def _operand(contiguous: np.ndarray[Any, Any], state: Encoder) -> int | bytes:
-    if not contiguous.nbytes:
-        return b""
+    if contiguous.nbytes < INLINE_BELOW:
+        return contiguous.tobytes()
     # Not memoryview(array): the buffer protocol has no word for datetime64.
     return state.place(contiguous.view(np.ndarray).reshape(-1).view(np.uint8).data)
 

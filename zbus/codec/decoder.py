@@ -120,6 +120,8 @@ class Decoder:
             CodecError: Size, index or type of the operand is wrong.
         """
         if type(operand) is bytes:
+            if len(operand) == nbytes:
+                return memoryview(bytearray(operand))
             data = memoryview(operand)
         elif type(operand) is int:
             data = self._buffer(operand)

@@ -102,4 +102,4 @@ class Exact:
         try:
             return above / below  # of two integers: rounded once, from the exact quotient
         except OverflowError:
-            return math.copysign(math.inf, above)
+            return math.inf if above > 0 else -math.inf  # which is not to be made a float either

@@ -17,6 +17,7 @@ import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -151,8 +152,8 @@ def digests(tensors: Iterable[tuple[TensorInfo, Any]]) -> dict[str, bytes]:
         ConfigError: A buffer has another size than its tensor, or a name came twice.
     """
     found: dict[str, bytes] = {}
-    threads = min(_THREADS, len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(threads, thread_name_prefix="zbus-digest") as pool:
+    with ExitStack() as open_:
+        pool: ThreadPoolExecutor | None = None
         for info, buffer in tensors:
             data = memoryview(buffer)
             data = data.cast("B") if data.nbytes else data  # no view without items can be cast
@@ -160,11 +161,19 @@ def digests(tensors: Iterable[tuple[TensorInfo, Any]]) -> dict[str, bytes]:
                 msg = f"weights: tensor {info.name!r} has {info.nbytes:,} bytes, {data.nbytes:,} came"
                 raise ConfigError(msg, hint="each name once, with its bytes")
             whole = hashlib.sha256(f"{info.name}\0{info.dtype}\0{list(info.shape)}\0".encode())
-            pieces = [data[at : at + _PIECE] for at in range(0, data.nbytes, _PIECE)]
-            for piece in pool.map(_hash, pieces) if len(pieces) > 1 else map(_hash, pieces):
-                whole.update(piece)
+            if data.nbytes > _PIECE:
+                pool = pool or open_.enter_context(_pool())
+                pieces = [data[at : at + _PIECE] for at in range(0, data.nbytes, _PIECE)]
+                for piece in pool.map(_hash, pieces):
+                    whole.update(piece)
+            elif data.nbytes:
+                whole.update(_hash(data))
             found[info.name] = whole.digest()
     return found
+
+
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="zbus-digest")
 
 
 def _hash(piece: memoryview) -> bytes:

@@ -28,6 +28,16 @@ def test_a_sum_of_floats_is_exact_whatever_its_parts(left, right):
     assert total == sum(map(Exact.of_one, left + right), Exact())
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_sum_beyond_what_floats_hold_is_infinite(sign):
+    """The exact sum is kept, and is infinite where it is to be a float; a mean may be one all the same."""
+    largest = sign * np.finfo(np.float64).max
+    total = Exact.of(np.array([largest, largest]))
+
+    assert total.over() == sign * math.inf
+    assert total.over(2) == largest
+
+
 def test_many_numbers_of_one_size_add_up_exactly():
     """Where the partial sums are largest: as many equal numbers as are added at once, each with all its bits set."""
     odd = np.nextafter(2.0, 0.0)
@@ -175,7 +185,7 @@ def test_many_numbers_at_once_are_as_many_one_by_one(numbers, reduce):
 
     left, right = merge([one_by_one.export()]), merge([at_once.export()])
     assert values(right, counts=True) == pytest.approx(
-        {f"a/{key}": value for key, value in values(left, counts=True).items()}, nan_ok=True, abs=0
+        {f"a/{key}": value for key, value in values(left, counts=True).items()}, nan_ok=True, rel=0, abs=0
     )
 
 

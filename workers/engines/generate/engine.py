@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -141,6 +142,7 @@ class TorchRolloutEngine(ReceivesWeights, RolloutEngine):
         if self._pool is not None:
             self._pool.wait_ready()
         self._decoder.start()
+        gc.freeze()  # what is made and imported by now stays; a look at all of it would stop whoever generates
 
     def teardown(self) -> None:
         """End what ``setup`` started."""
