@@ -404,7 +404,7 @@ class Placement:
         if self._streaming:  # the caller has seen items of this execution; another one would give others, or again
             return False
         if outcome.kind is OutcomeKind.NOT_EXECUTED:
-            allowed = outcome.reason in (*_GONE, "not_sent", "not_ready")
+            allowed = outcome.reason in _GONE or outcome.reason in ("not_sent", "not_ready")
         else:
             allowed = outcome.kind is OutcomeKind.UNKNOWN and outcome.reason in _GONE and order.effect != "once"
         if not allowed or not self._may_find_another(outcome):

@@ -68,7 +68,7 @@ class Reactor:
         self._followers = 0
         self._wanted = 0
         self._owner: int | None = None
-        self._thread: threading.Thread | None = None
+        self._os_thread: threading.Thread | None = None
         self._thread_leads = False
         self._last_led = 0.0
         self._again: list[int] = []
@@ -272,17 +272,17 @@ class Reactor:
     def round_since(self) -> tuple[int, int] | None:
         """Return since when (monotonic ns) a round does what is ready, and on which thread; None between rounds."""
         since = self.round_ns
-        thread = self._owner or (None if self._thread is None else self._thread.ident)
+        thread = self._owner or (None if self._os_thread is None else self._os_thread.ident)
         return (since, thread) if since and thread else None
 
     # -- the background thread -----------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the thread that leads when nobody waits. Idempotent."""
-        if self._thread is None:
+        if self._os_thread is None:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             thread.start()
-            self._thread = thread  # only one that runs can be waited for
+            self._os_thread = thread  # only one that runs can be waited for
 
     def close(self) -> None:
         """Stop the thread and free the descriptors. Sockets are their owners' to close, before this. Idempotent."""
@@ -299,8 +299,8 @@ class Reactor:
                 loop.call_soon_threadsafe(loop.remove_reader, self._epoll.fileno())
         self._readers = set()
         self._loops.clear()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(5.0)
+        if self._os_thread is not None and self._os_thread is not threading.current_thread():
+            self._os_thread.join(5.0)
         with self._leadership:  # whoever polls has been woken by now
             self._epoll.close()
             os.close(self._wake_fd)

@@ -158,7 +158,7 @@ class Server:
         self._last_busy = 0.0
         self._stopping = False
         self._closing = False
-        self._thread: threading.Thread | None = None
+        self._os_thread: threading.Thread | None = None
         self._runner = 0  # the thread in ``run``
         self._checking = False
         self._bus.add_ticker(self._tick)
@@ -194,12 +194,12 @@ class Server:
         """Start the bus thread; ``ctl`` is answered from now on."""
         thread = threading.Thread(target=self._run_bus, name="zbus-bus", daemon=True)
         thread.start()
-        self._thread = thread  # only one that runs: where no thread can be started, that is what shall be told
+        self._os_thread = thread  # only one that runs: where no thread can be started, that is what shall be told
 
     @property
     def bus_thread(self) -> int:
         """Native id of the bus thread; 0 before ``start``."""
-        return 0 if self._thread is None else self._thread.native_id or 0
+        return 0 if self._os_thread is None else self._os_thread.native_id or 0
 
     # -- the main thread -----------------------------------------------------------------------------------------
 
@@ -389,8 +389,8 @@ class Server:
         self._stopping = True
         self._closing = True
         self._bus.wake()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(5.0)
+        if self._os_thread is not None and self._os_thread is not threading.current_thread():
+            self._os_thread.join(5.0)
         with gate, self.lock:
             for channel in self._channels.values():
                 channel.close()
@@ -401,7 +401,7 @@ class Server:
 
     def round_since(self) -> tuple[int, int] | None:
         """Return since when (monotonic ns) the bus thread handles what is ready, and its id; None while it waits."""
-        since, thread = self._bus.round_ns, self._thread
+        since, thread = self._bus.round_ns, self._os_thread
         return (since, thread.ident) if since and thread is not None and thread.ident else None
 
     # -- the bus thread ------------------------------------------------------------------------------------------
