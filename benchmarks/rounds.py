@@ -12,6 +12,8 @@ A figure is one number of one system in one round. A line is what all rounds of 
     The same to what this machine can do at best (a bare interpreter, a copy of memory, a pipe); null as above.
 ``rounds``
     How many rounds there were.
+``build``
+    Of zbus, beside which or of which this was measured: ``interpreted`` or ``compiled``.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import starmap
 from pathlib import Path
 from typing import Any
+
+from zbus.build import build
 
 __all__ = ["Figures", "environment", "parser", "printer", "wanted"]
 
@@ -94,6 +98,7 @@ def _line(key: tuple[str, str, str], row: Sequence[tuple[float, float | None, fl
         "ratio": _middle(ratio for _, ratio, _ in row),
         "limit": _middle(limit for _, _, limit in row),
         "rounds": len(row),
+        "build": build(),
     }
 
 

@@ -58,6 +58,7 @@ def _version(context: click.Context, _parameter: click.Parameter, value: bool) -
     if not value or context.resilient_parsing:
         return
     from zbus import __version__
+    from zbus.build import build
 
     if "--json" in context.obj:
         import json
@@ -71,13 +72,14 @@ def _version(context: click.Context, _parameter: click.Parameter, value: bool) -
                     "schema": "zbus.version/1",
                     "program": "zbus-controller",
                     "version": __version__,
+                    "build": build(),
                     "protocol": PROTOCOL_VERSION,
                     "python": platform.python_version(),
                 }
             )
         )
     else:
-        click.echo(f"zbus-controller {__version__}")
+        click.echo(f"zbus-controller {__version__}{' (compiled)' if build() == 'compiled' else ''}")
     context.exit()
 
 

@@ -20,7 +20,7 @@ _HEAD: Final = re.compile(r"^(?:Stack |(?:Current thread|Thread) 0x[0-9a-f]+ .*)
 _FRAME: Final = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$')
 _HERE: Final = Path(__file__).resolve().parent.parent
 _OWN: Final = re.compile(
-    rf"^({re.escape(str(_HERE))}|.*/site-packages)/(zbus|workers|controller)/|^<frozen |/runpy\.py$"
+    rf"^(({re.escape(str(_HERE))}|.*/site-packages)/)?(zbus|workers|controller)/|^<frozen |/runpy\.py$"
 )
 _RUNNERS: Final = ("/zbus/runtime/executor.py", "/zbus/runtime/async_lanes.py")
 """What calls an endpoint."""

@@ -284,7 +284,7 @@ def _sentence(error: BaseException) -> str:
 def _is_own(file: str) -> bool:
     """Return whether a frame is zbus's own and not the user's."""
     try:
-        parts = Path(file).resolve().relative_to(_HERE).parts
+        parts = (_HERE / file).resolve().relative_to(_HERE).parts  # a compiled module's frames name it from here
     except ValueError:
         # An interpreter's helpers that start scripts say nothing to a user.
         return file.startswith("<frozen ") or Path(file).name == "runpy.py"

@@ -28,7 +28,7 @@ _MOST: Final = 8
 _FRAME: Final = re.compile(r'\s*File "(?P<file>.+)", line (?P<line>\d+), in (?P<name>.+)$')
 _HERE: Final = Path(__file__).resolve().parent.parent
 _LIBRARY: Final = f"{Path(os.__file__).parent}/"
-_OWN: Final = (f"{_HERE}/zbus/", f"{_HERE}/workers/", "<frozen ")
+_OWN: Final = (f"{_HERE}/zbus/", f"{_HERE}/workers/", "zbus/", "workers/", "<frozen ")  # short where it is compiled
 
 
 def missing_error(

@@ -13,7 +13,7 @@ import pytest
 from waiting import scaled
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-FIELDS = {"workload", "system", "median", "best", "unit", "ratio", "limit", "rounds"}
+FIELDS = {"workload", "system", "median", "best", "unit", "ratio", "limit", "rounds", "build"}
 
 
 @pytest.fixture(autouse=True)

@@ -150,7 +150,7 @@ class Reactor:
         me = threading.get_ident()
         try:
             while True:
-                remaining = _MAX_SLEEP_S if deadline is _ENDLESS else deadline - time.monotonic()
+                remaining = _MAX_SLEEP_S if deadline == _ENDLESS else deadline - time.monotonic()
                 if remaining <= 0 or self._closed:
                     return done()
                 if self._owner == me or self._lead(me):
