@@ -35,7 +35,7 @@ def out(group) -> int:
 def test_a_slow_reader_stops_a_fast_generator(bus, how):
     """A generator without end makes no more than its window beyond what was taken, and goes on with its reader."""
     source = bus.group("source")[0]
-    before = source.made()
+    before, ended = source.made(), source.ended()
     with getattr(source, how).stream() as stream:
         assert next(stream) == 0
         wait_until(lambda: source.made() - before >= 64, what="the generator to fill its window")
@@ -44,6 +44,7 @@ def test_a_slow_reader_stops_a_fast_generator(bus, how):
         assert source.made() - before <= 64 + 2
         assert [next(stream) for _ in range(200)] == list(range(1, 201))
         wait_until(lambda: source.made() - before > 200, what="the generator to go on")
+    wait_until(lambda: source.ended() > ended, what="the generator to end")  # it counts until it does
 
 
 def test_large_items_count_by_their_bytes(bus):

@@ -100,7 +100,7 @@ def test_a_batch_whose_worker_dies_between_its_calls_is_told_exactly(tmp_path):
         actor = bus.group("actor")
         victim = actor[0].pid()
         batch = actor[0].batch()
-        calls = [batch.each("a"), batch.each("b"), batch.hold("c", 1000), *(batch.each(name) for name in "def")]
+        calls = [batch.each("a"), batch.each("b"), batch.hold("c", "/nowhere"), *(batch.each(name) for name in "def")]
         batch.submit()
         wait_until(lambda: began(truth, "c"), what="the third call to begin")
         assert calls[1].result(timeout=scaled(10)) == 0, "short results may wait for each other, not for a long call"

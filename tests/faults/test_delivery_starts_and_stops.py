@@ -135,18 +135,19 @@ def test_a_cancelled_method_stops_and_says_that_it_had_started(bus, truth, how):
 def test_a_method_past_its_deadline_stops_and_says_so(bus, truth, how):
     """CallTimeout with outcome APP_ERROR: it ran and was stopped, which is exact where UNKNOWN would not be."""
     what = f"deadline-{how}"
-    method = getattr(bus.group("actor")[0], how).options(deadline=0.2)
+    method = getattr(bus.group("actor")[0], how).options(deadline=1.0)
     with pytest.raises(zbus.CallTimeout, match="was stopped") as caught:
         method(what)
     assert (caught.value.outcome, caught.value.reason) == ("APP_ERROR", "deadline")
     assert f"ended {what} 0.0" in lines(truth)
 
 
-def test_a_method_that_does_not_ask_is_unknown_at_its_deadline(bus, truth):
+def test_a_method_that_does_not_ask_is_unknown_at_its_deadline(bus, truth, tmp_path):
     """It runs on, and the caller is told so in time."""
     with pytest.raises(zbus.CallTimeout, match="still running at its deadline") as caught:
-        bus.group("actor")[0].hold.options(deadline=0.2)("deaf", 0.8)
+        bus.group("actor")[0].hold.options(deadline=1.0)("deaf", str(tmp_path / "go"))
     assert caught.value.outcome == "UNKNOWN"
+    (tmp_path / "go").touch()
     wait_until(lambda: "ended deaf 0.0" in lines(truth), what="the method to end")
 
 
