@@ -134,10 +134,14 @@ def test_a_cancelled_method_stops_and_says_that_it_had_started(bus, truth, how):
 @pytest.mark.parametrize("how", ["work", "wait", "beside"])
 def test_a_method_past_its_deadline_stops_and_says_so(bus, truth, how):
     """CallTimeout with outcome APP_ERROR: it ran and was stopped, which is exact where UNKNOWN would not be."""
-    what = f"deadline-{how}"
     method = getattr(bus.group("actor")[0], how).options(deadline=1.0)
-    with pytest.raises(zbus.CallTimeout, match="was stopped") as caught:
-        method(what)
+    for number in range(5):
+        what = f"deadline-{how}-{number}"
+        with pytest.raises(zbus.CallTimeout) as caught:
+            method(what)
+        if caught.value.outcome != "UNKNOWN":  # else the machine was too slow for its word to come in time
+            break
+    assert "was stopped" in str(caught.value)
     assert (caught.value.outcome, caught.value.reason) == ("APP_ERROR", "deadline")
     assert f"ended {what} 0.0" in lines(truth)
 
