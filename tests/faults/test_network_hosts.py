@@ -43,7 +43,7 @@ def play(tmp_path: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Pl
             ["unshare", "--net", "--mount", "--uts", sys.executable, driver, scenario, str(tmp_path)],
             capture_output=True,
             text=True,
-            timeout=scaled(110),
+            timeout=scaled(280),
         )
         logs = "".join(f"\n== {log.name}\n{log.read_text()[-2000:]}" for log in sorted(tmp_path.glob("*.log")))
         assert ran.returncode == 0, ran.stderr[-3000:] + logs
@@ -138,7 +138,7 @@ def test_a_gigabyte_over_a_slow_link_raises_no_doubt_and_holds_up_nobody(play):
     """A gigabyte at 50 MB/s and 128 MiB back: whole, once, at the speed of the link; calls beside it stay quick."""
     told = play("bulk_link")
     assert told["right"] == {"there": True, "back": True}
-    assert 20 < told["took"]["there"] < scaled(60), "the link was not slow, or was not used"
+    assert 20 < told["took"]["there"] < scaled(120), "the link was not slow, or was not used"
     assert told["states"] == ["ready"], "somebody was doubted"
     assert "died" not in told["stderr"]
     assert "suspect" not in told["stderr"].lower()
