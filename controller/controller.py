@@ -275,9 +275,17 @@ class Controller:
         return self._session.refs
 
     def config_perf_tracer(self, config: Mapping[str, Any] | None, role: str | None = None) -> None:
-        """Switch tracing of a role's workers (all roles by default) and of this process; None switches it off."""
+        """Switch tracing of a role's workers (all roles by default) and of this process.
+
+        None switches it off; no call is made to ranks that do not trace, which are all where it is off from the start.
+        """
         control.config_perf_tracer(config, "controller", self._session.trace_rank)
+        traced = self._session.traced
         for name in self.roles if role is None else (role,):
+            if traced is not None and config is None and name not in traced:
+                continue
+            if traced is not None:
+                traced.add(name)
             if self._session.client is not None:
                 self._session.ask(name, "zbus.config_perf_tracer", config, name)
             elif any(tracer.role == name for tracer in control.tracers()):  # ranks in this process

@@ -71,6 +71,7 @@ class Session:
         deadline_s: Of calls that name none, in seconds.
         startup_timeout: Seconds until all ranks must be ready.
         client, members, refs, tracer, trace_rank: As their classes say.
+        traced: Roles whose ranks may trace; None: any may.
     """
 
     def __init__(self, trial: TrialDir) -> None:
@@ -86,6 +87,7 @@ class Session:
         self.refs: RefBook | None = None
         self.tracer: Tracer | None = None
         self.trace_rank = 0
+        self.traced: set[str] | None = None
 
     def open_records(self) -> Records:
         """Open the trial's registry."""
@@ -223,6 +225,8 @@ class Session:
                 clock_boot_id=epoch.clock_boot_id,
                 clock_time_ns=epoch.clock_time_ns,
             )
+        if config.trace.level == "off" and (epoch is None or epoch.epoch == 1):  # else a controller before may have told
+            self.traced = set()
         if config.trace.sidecar:
             from zbus.trace.launch import Sidecar
 

@@ -369,13 +369,19 @@ class TrainController:
             raise ConfigError(msg, hint="save to a directory of its own, and remove old ones yourself")
         target.parent.mkdir(parents=True, exist_ok=True)
         temp = target.with_name(f".{target.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
+        temp.mkdir()
+        whole = temp / target.name  # a rank that is late finds nothing to write it in, once this call has failed
+        future = self.group.save.options(deadline=deadline).start((str(whole), kind), {})
         try:
-            self._met(self.group.save.options(deadline=deadline), str(temp), kind)
-            for file in [*temp.rglob("*"), temp]:
+            answer_of(self.bus, self.group, future, self._patience_s)
+            for file in [*whole.rglob("*"), whole]:
                 sync_to_disk(file)
-            temp.rename(target)
+            whole.rename(target)
+            temp.rmdir()
         except BaseException:
             shutil.rmtree(temp, ignore_errors=True)
+            if not future.done():  # one that was writing meanwhile leaves more
+                future.when_done(lambda: shutil.rmtree(temp, ignore_errors=True))
             raise
         sync_to_disk(target.parent)
         return target

@@ -106,6 +106,7 @@ class Brittle(Tiny):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[-1].__class__ = _Brittle
+        self.register_buffer("odd", torch.zeros(1, dtype=torch.uint8).view(torch.bits8))  # of a dtype without a name
 
     def forward(self, tokens: Any) -> Any:
         self.blocks[-1].refuses = bool((tokens[:, 0] == 12).any())

@@ -72,4 +72,7 @@ def test_saving_traces_calls_nobody_where_nothing_is_traced(tmp_path: Path) -> N
             bus.save_perf_tracer(step)
         assert asked == []
         bus.config_perf_tracer(None)
-        assert asked == ["zbus.config_perf_tracer"]
+        assert asked == []
+        bus.config_perf_tracer({"level": "rpc"}, "actor")
+        bus.config_perf_tracer(None)
+        assert asked == ["zbus.config_perf_tracer"] * 2, "ranks that trace are told to end it"

@@ -6,10 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="training needs torch: install zbus-runtime[torch]")
 
+from controller import Role  # noqa: E402  # after torch is known to be there
 from controller.train import TrainController  # noqa: E402  # after torch is known to be there
-from launching import launch  # noqa: E402
+from launching import HERE, launch  # noqa: E402
 from train_kit import batch, role  # noqa: E402
-from waiting import scaled  # noqa: E402
+from waiting import scaled, wait_until  # noqa: E402
 from zbus.errors import BatchError  # noqa: E402
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(scaled(120))]
@@ -56,6 +57,32 @@ def test_a_rank_that_fails_inside_a_model_in_parts_keeps_no_other_waiting(train,
     assert [isinstance(one, ConnectionAbortedError) for one in error.collateral] == [True]
     assert train.eval_batch(batch(9))["loss"] == before
     assert CALLS["forward"](train, batch(8, 4), None) is not None
+
+
+def test_a_publication_that_fails_on_rank_0_keeps_no_other_in_its_gathering(train):
+    """Weights of a dtype that cannot travel are refused by the rank that gathers, at once, and training can go on."""
+    began = time.monotonic()
+    with pytest.raises(BatchError, match=r"tensor 'odd' of dtype 'bits8'") as caught:
+        train.group.publish_weights()
+    assert list(caught.value.results) + list(caught.value.late) == [1]
+    assert train.train_batch(batch(1))["loss"] > 0
+    assert time.monotonic() - began < scaled(20)
+
+
+def test_a_rank_that_writes_after_its_save_has_failed_leaves_nothing(tmp_path):
+    """What a late rank makes anew is removed again when it has ended."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    late = Role("late_saver:LateSaver", replicas=2, sys_path=[str(HERE)])
+    with launch(tmp_path, {"actor": late}) as bus:
+        train = TrainController(bus, patience=None)
+        with pytest.raises(BatchError, match="no room here") as caught:
+            train.save(folder / "one")
+        assert list(caught.value.late) == [1]
+        assert list(folder.iterdir()) == []
+        (folder / "go").touch()
+        assert train.group[1].get_version() == 0, "what comes after the save was answered"
+        wait_until(lambda: [one.name for one in folder.iterdir()] == ["go"], what="what was written late to be removed")
 
 
 @pytest.mark.ci

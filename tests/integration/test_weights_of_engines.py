@@ -9,7 +9,7 @@ pytest.importorskip("torch", reason="engines are on torch: install zbus-runtime[
 
 from controller import Role
 from controller.train import TrainController
-from controller.weights import WeightSync
+from controller.weights import Limits, WeightSync
 from launching import HERE, launch
 from train_kit import batch
 from waiting import scaled, wait_until
@@ -87,3 +87,15 @@ def test_answers_under_way_go_on_with_the_new_weights_and_say_so(bus):
         rest = rollout.generate([*prompt, *answer.ids[:cut].tolist()], Sampling(max_tokens=TOKENS - cut, temperature=0))
         assert rest.ids.tolist() == answer.ids[cut:].tolist()
     sync.close()
+
+
+def test_a_trainer_that_was_destroyed_broadcasts_again(bus):
+    """Its port can be listened on once: groups of the model that is built next meet at the same store."""
+    train, rollout = TrainController(bus, "train"), bus.group("rollout")
+    for _ in range(2):
+        train.initialize()
+        sync = WeightSync(train, rollout, path="group", limits=Limits(join=scaled(20)))
+        train.train_batch(batch(1), "sft")
+        report = sync.update(sync.version or rollout.get_version()[0] + 1)
+        assert report.ranks == (0,), report.stale
+        assert train.destroy() == {}

@@ -10,6 +10,7 @@ token is to be learned (never the first one: nothing predicts it).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +23,9 @@ from workers.engines.models import logits_of
 __all__ = ["GRPO", "Loss", "grpo", "sft", "token_logprobs"]
 
 Columns = Mapping[str, Any]
+
+_MASK: Final = "attention_mask"
+"""A column, and the argument of a model that is given it."""
 
 
 class Loss(NamedTuple):
@@ -44,14 +48,15 @@ def token_logprobs(model: nn.Module, batch: Columns) -> tuple[Tensor, Tensor]:
     Both are ``[rows, longest]``, 0 at the first place, which nothing predicts. They are computed in at least float32.
     """
     tokens = _tokens(batch)
-    logs = _distributions(model, tokens)
+    logs = _distributions(model, batch)
     # A word that the model rules out has the logarithm -inf, and adds nothing.
     entropy = -(logs.exp() * logs.clamp(min=torch.finfo(logs.dtype).min)).sum(-1)
     return _chosen(logs, tokens), F.pad(entropy, (1, 0))
 
 
-def _distributions(model: nn.Module, tokens: Tensor) -> Tensor:
-    logits = logits_of(model(tokens))[:, :-1]
+def _distributions(model: nn.Module, batch: Columns) -> Tensor:
+    told = {_MASK: batch[_MASK]} if _MASK in batch and _MASK in inspect.signature(model.forward).parameters else {}
+    logits = logits_of(model(_tokens(batch), **told))[:, :-1]
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     return logits.log_softmax(-1)
 
@@ -63,7 +68,7 @@ def _chosen(logs: Tensor, tokens: Tensor) -> Tensor:
 def sft(model: nn.Module, batch: Columns) -> Loss:
     """Cross entropy of the tokens under ``loss_mask``, in nats."""
     tokens, mask = _tokens(batch), _mask(batch)
-    loss = -torch.where(mask, _chosen(_distributions(model, tokens), tokens), 0.0).sum()
+    loss = -torch.where(mask, _chosen(_distributions(model, batch), tokens), 0.0).sum()
     return Loss(loss, mask.sum(), {"loss": loss.detach()})
 
 

@@ -52,6 +52,23 @@ def test_supervised_loss_is_summed_over_the_masked_tokens(model):
     assert sft(model, renamed).loss.item() == pytest.approx(right)
 
 
+class Masked(Table):
+    """As ``Table``, for tokens that the mask it is given counts; all others make every token as likely."""
+
+    def forward(self, tokens, attention_mask=None):
+        return self.logits[tokens] * attention_mask[:, :, None]
+
+
+def test_a_model_that_takes_an_attention_mask_is_given_the_batch_s():
+    """Padding that the batch names is named to the model; a model that takes no mask is given none."""
+    model = Masked([[math.log(p) for p in row] for row in P])
+    batch = columns(attention_mask=torch.tensor([[0, 1, 1], [1, 1, 0]]))
+    logs, _ = token_logprobs(model, batch)
+    assert logs[0].tolist() == [0, pytest.approx(math.log(1 / 3)), pytest.approx(math.log(P[1][2]))]
+    assert sft(model, batch).loss.item() == pytest.approx(-logs[0].sum().item() - math.log(P[2][0]))
+    assert token_logprobs(Table(P), batch)[0].shape == (2, 3)
+
+
 def test_portions_add_up_to_the_whole(model):
     """Loss, weight and statistics of the rows one by one sum to those of all: how they are shared does not matter."""
     more = {"logprobs": torch.full((2, 3), -1.0), "advantages": torch.tensor([0.5, -2.0])}

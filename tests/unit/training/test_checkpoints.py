@@ -103,3 +103,10 @@ def test_a_checkpoint_that_lacks_a_file_is_refused_and_changes_nothing(place, tm
     with pytest.raises(ConfigError, match=f"kept' is damaged: it has no {lost}"):
         checkpoints.load(other, str(tmp_path / "kept"), "checkpoint")
     assert losses(other, 1, 2) == losses(plain, 1, 2)
+
+
+def test_a_rank_makes_no_directory_in_one_that_is_gone(tmp_path):
+    """The directory of a call that was given up is removed with its parent: who is late writes nothing anywhere."""
+    with pytest.raises(FileNotFoundError):
+        checkpoints.save(trainer(), str(tmp_path / "gone" / "whole"), "checkpoint", 1)
+    assert list(tmp_path.iterdir()) == []

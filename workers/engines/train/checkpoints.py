@@ -48,11 +48,11 @@ def save(trainer: Trainer, path: str, kind: str, version: int) -> dict[str, Any]
 
     Raises:
         ConfigError: The kind is not known.
-        OSError: The directory cannot be written.
+        OSError: The directory cannot be written, or its parent is not there.
     """
     _check_kind(kind)
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # without parents: a call that was given up has its own removed
     if kind == "model":
         return {"path": path, "kind": kind, "nbytes": _save_model(trainer, folder)}
     state = {"model": get_model_state_dict(trainer.model)}

@@ -123,10 +123,9 @@ class TorchTrainEngine(PublishesWeights, TrainEngine):
     @property
     def publisher(self) -> Publisher:  # type: ignore[override]  # the mixin's attribute, there once the model is
         """What publishes this rank's weights."""
-        trainer = self.trainer
         if self._publisher is None:
             assert self._ctx is not None, "a worker calls setup"  # noqa: S101  # for the type checker
-            self._publisher = Publisher(self._ctx, lambda: tensors_of(trainer.model))
+            self._publisher = Publisher(self._ctx, lambda: tensors_of(self.trainer.model))
         return self._publisher
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -141,7 +140,9 @@ class TorchTrainEngine(PublishesWeights, TrainEngine):
 
     def do_destroy(self) -> None:
         """Forget model and optimizer, and leave the group."""
-        self._trainer = self._publisher = self._place = None
+        if self._publisher is not None:
+            self._publisher.forget()
+        self._trainer = self._place = None
         self._away = False
         if self._ctx is not None:
             self._ctx.close()

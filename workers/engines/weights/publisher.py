@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime as dt
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,13 +62,20 @@ class Publisher:
             RefLimitError: There is no room to keep them (``data.refs``).
         """
         check_dtype(dtype)
+        gather = _Gather(self._state())
         if self._ctx.rank != 0:
-            for tensor in self._state().values():
-                _whole(tensor)
+            gather.rest()
             return {}
         last, self._last = self._last, None  # what follows may fail half-way
         changes = last is not None and (last.digest, last.dtype) == (since, dtype)
-        made = self._changed(last.parts, dtype) if changes and last is not None else self._all(dtype)
+        try:
+            made = (
+                self._changed(gather, last.parts, dtype) if changes and last is not None else self._all(gather, dtype)
+            )
+        except BaseException:
+            with suppress(RuntimeError):  # where the gathering itself broke, nobody waits
+                gather.rest()  # else the other ranks take part in all of it, and would wait for this one
+            raise
         manifest = triples_of(made.manifest)
         ref = self._ctx.put({"manifest": manifest, "data": made.data, "full": made.full}) if keep else None
         self._last = made
@@ -75,20 +83,19 @@ class Publisher:
             "ref": ref, "manifest": manifest, "digest": made.digest, "full": made.full, "nbytes": made.data.nbytes,
         }  # fmt: skip
 
-    def _all(self, dtype: str | None) -> _Publication:
-        state = self._state()
-        manifest = manifest_of(info_of(name, tensor, dtype) for name, tensor in state.items())
+    def _all(self, gather: _Gather, dtype: str | None) -> _Publication:
+        manifest = manifest_of(info_of(name, tensor, dtype) for name, tensor in gather.state.items())
         data: Bytes = self._ctx.empty(nbytes_of(manifest), np.uint8)
-        for info, view in views(manifest, data):
-            as_tensor(info, view).copy_(_whole(state[info.name]))
+        for (info, view), (_, whole) in zip(views(manifest, data), gather, strict=True):
+            as_tensor(info, view).copy_(whole)
         return _Publication(dtype, digests(views(manifest, data)), manifest, data)
 
-    def _changed(self, before: dict[str, bytes], dtype: str | None) -> _Publication:
+    def _changed(self, gather: _Gather, before: dict[str, bytes], dtype: str | None) -> _Publication:
         parts: dict[str, bytes] = {}
         changed: dict[Any, torch.Tensor] = {}
-        for name, tensor in self._state().items():
-            info = info_of(name, tensor, dtype)
-            whole = _whole(tensor).detach().to(dtype_of(info.dtype))
+        for name, gathered in gather:
+            info = info_of(name, gathered, dtype)
+            whole = gathered.to(dtype_of(info.dtype))
             parts |= digests([(info, bytes_of(whole))])
             if before.get(name) != parts[name]:
                 changed[info] = whole
@@ -97,6 +104,12 @@ class Publisher:
         for info, view in views(manifest, data):
             as_tensor(info, view).copy_(changed[info])
         return _Publication(dtype, parts, manifest, data)
+
+    def forget(self) -> None:
+        """Let go of what was published, and leave all groups. The store stays: its port can be listened on once."""
+        self._last = None
+        for name in list(self._groups):
+            self.leave(name)
 
     # -- giving away -------------------------------------------------------------------------------------------------
 
@@ -158,10 +171,27 @@ class Publisher:
         return self._last
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    gather = getattr(tensor, "full_tensor", None)
-    whole: torch.Tensor = tensor.detach() if gather is None else gather().detach()
-    return whole
+class _Gather:
+    """The tensors of a model, whole, one after the other: each in a collective where ranks hold parts.
+
+    Attributes:
+        state: The tensors by name, as they are.
+    """
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._left = list(state.items())[::-1]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        while self._left:
+            name, tensor = self._left.pop()
+            gather = getattr(tensor, "full_tensor", None)
+            yield name, (tensor if gather is None else gather()).detach()
+
+    def rest(self) -> None:
+        """Take part in what is left."""
+        for _ in self:
+            pass
 
 
 class PublishesWeights:
