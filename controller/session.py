@@ -225,7 +225,9 @@ class Session:
                 clock_boot_id=epoch.clock_boot_id,
                 clock_time_ns=epoch.clock_time_ns,
             )
-        if config.trace.level == "off" and (epoch is None or epoch.epoch == 1):  # else a controller before may have told
+        if config.trace.level == "off" and (
+            epoch is None or epoch.epoch == 1
+        ):  # else a controller before may have told
             self.traced = set()
         if config.trace.sidecar:
             from zbus.trace.launch import Sidecar
