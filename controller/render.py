@@ -128,7 +128,7 @@ def block_of(error: BaseException, *, verbose: bool = False, target: str = "") -
             block.frames = _remote_frames(error.remote_traceback, verbose=verbose)
     elif log:
         block.facts.append(("log", log, []))
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError) and not isinstance(error, RemoteError):
         block.more = None
     if verbose and error.__traceback__ is not None and not block.frames:
         block.frames = _local_frames(error, verbose=True)

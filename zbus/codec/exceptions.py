@@ -19,7 +19,17 @@ from typing import Any, Final, TypeVar
 from zbus.codec.decoder import decode
 from zbus.codec.encoder import encode
 from zbus.codec.limits import Limits
-from zbus.errors import CodecError, RemoteError, ZbusError
+from zbus.errors import (
+    CodecError,
+    ConfigError,
+    EngineLoadError,
+    RecoverError,
+    RemoteError,
+    RewardError,
+    RolloutError,
+    WeightsError,
+    ZbusError,
+)
 
 __all__ = ["describe_exception", "rebuild_exception", "register_exception"]
 
@@ -41,6 +51,19 @@ _REBUILT: Final[dict[str, type[Exception]]] = {
         *(UnicodeWarning, UserWarning, ValueError, Warning, ZeroDivisionError),
     )
 }
+_OURS: Final[dict[str, tuple[type[ZbusError], tuple[str, ...]]]] = {
+    "ConfigError": (ConfigError, ()),
+    "EngineLoadError": (EngineLoadError, ()),
+    "RecoverError": (RecoverError, ()),
+    "RewardError": (RewardError, ("reward", "item", "hung")),
+    "RolloutError": (RolloutError, ()),
+    "WeightsError": (WeightsError, ("phase", "version", "missing")),
+}
+"""Errors of zbus's own that arrive as themselves, too, with these fields beside ``hint`` and ``facts``.
+
+Those of calls are not among them: one that an engine got says nothing of the call that brought it here.
+"""
+
 _NEVER: Final = (StopIteration, StopAsyncIteration)
 
 _MAX_CHAIN: Final = 8
@@ -92,8 +115,8 @@ def describe_exception(exc: BaseException, *, limit: int = 65_536) -> dict[str, 
 
     Keys: ``type``, ``module``, ``builtin`` (nearest builtin class that can be rebuilt, or ``""``), ``tag``,
     ``message``, ``args`` and ``attrs`` (encoded apart, or None), ``notes``, ``traceback`` (text, with causes),
-    ``frames`` (``[file, line, function]``), ``os``, ``name``, ``hint`` (of an error of zbus's own), ``cause``,
-    ``context``, ``members``.
+    ``frames`` (``[file, line, function]``), ``os``, ``name``, ``hint`` (of an error of zbus's own), ``own`` (its
+    fields, encoded apart), ``cause``, ``context``, ``members``.
 
     Args:
         exc: Any exception, ``SystemExit`` and its like included.
@@ -144,6 +167,8 @@ def _describe(exc: BaseException, text: int, above: frozenset[int]) -> dict[str,
         described["name"] = _guard(lambda: _text(exc.name, 200) if isinstance(exc.name, str) else None, None)
     if isinstance(exc, ZbusError) and exc.hint:
         described["hint"] = _guard(lambda: _text(exc.hint, text // 8), "")
+    if _OURS.get(cls.__name__, (None,))[0] is cls:
+        described["own"] = _guard(lambda: _packed(_own_fields(exc)), None)
     _describe_related(exc, described, text, above)
     return described
 
@@ -215,6 +240,13 @@ def _attributes(exc: BaseException) -> dict[str, Any]:
     return {name: value for name, value in vars(exc).items() if name != "__notes__" and _packed(value) is not None}
 
 
+def _own_fields(exc: BaseException) -> dict[str, Any]:
+    """Return the fields of an error of zbus's own that can be carried."""
+    _, names = _OURS[type(exc).__name__]
+    found = {name: getattr(exc, name) for name in ("facts", *names)}
+    return {name: value for name, value in found.items() if _packed(value) is not None}
+
+
 def _notes(exc: BaseException) -> list[Any]:
     notes = getattr(exc, "__notes__", ())
     return list(notes)[:_MAX_NOTES] if isinstance(notes, (list, tuple)) else []
@@ -256,7 +288,8 @@ def rebuild_exception(
     """Return the error to raise for a description. Never raises on a malformed one; any thread may call.
 
     The result is a ``RemoteError`` and, where the remote class is a builtin, a subclass of one, or registered here,
-    also an instance of that class with its ``args`` (``errno`` and its like included). ``remote_traceback`` holds the
+    also an instance of that class with its ``args`` (``errno`` and its like included); so are errors of zbus's own that
+    say what a user can do, with their fields. ``remote_traceback`` holds the
     traceback, also attached as a note; ``__cause__`` holds the rebuilt cause.
 
     Args:
@@ -322,6 +355,8 @@ def _construct(
 ) -> RemoteError:
     """Make the instance in the nearest class that takes it."""
     candidates: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+    if own := _own_of(desc):
+        candidates.append((_str(desc, "type"), (text,), own))
     args = _unpacked(desc.get("args"), tuple)
     if _str(desc, "tag") in _user_classes:
         attributes = _unpacked(desc.get("attrs"), dict) or {}
@@ -345,6 +380,18 @@ def _construct(
         except Exception:  # noqa: BLE001, S112  # a class that refuses these arguments: try the next
             continue
     return _instance("", (fields["message"],), fields)
+
+
+def _own_of(desc: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an error of zbus's own, of those that it has; empty for any other."""
+    kind, names = _OURS.get(_str(desc, "type"), (None, ()))
+    if kind is None or _str(desc, "module") != kind.__module__:
+        return {}
+    told = _unpacked(desc.get("own"), dict) or {}
+    facts = told.get("facts")
+    facts = facts if isinstance(facts, dict) else {}
+    found = {name: told[name] if name in told else getattr(kind, name, None) for name in names}
+    return {**found, "facts": {str(key): str(value) for key, value in facts.items()}}
 
 
 def _unpacked(data: Any, kind: type[_T]) -> _T | None:
@@ -383,7 +430,7 @@ def _extra(desc: Mapping[str, Any], builtin: str) -> dict[str, Any]:
 @functools.lru_cache(maxsize=256)
 def _dual(name: str) -> type[RemoteError]:
     """Return the class that is ``RemoteError`` and the class called ``name``; ``""`` is plain ``RemoteError``."""
-    base = _user_classes.get(name) or _REBUILT.get(name)
+    base = _user_classes.get(name) or _REBUILT.get(name) or _OURS.get(name, (None,))[0]
     if base is None:
         return RemoteError
     if issubclass(base, RemoteError):

@@ -10,7 +10,7 @@ import urllib.error
 import pytest
 
 from zbus.codec import decode, describe_exception, encode, exceptions, rebuild_exception, register_exception
-from zbus.errors import BatchError, CallError, CodecError, ConfigError, RemoteError, WorkerLost, ZbusError
+from zbus.errors import BatchError, CallError, CodecError, ConfigError, RemoteError, WeightsError, WorkerLost, ZbusError
 
 WHERE = {"role": "actor", "rank": 3, "host": "node7", "pid": 412, "method": "train", "attempts": 2}
 
@@ -285,6 +285,30 @@ def test_the_hint_of_an_error_of_zbus_arrives_with_it():
     back = _across(ConfigError("no such loss", hint="name it in the role's kwargs"))
     assert (back.remote_type, back.hint) == ("ConfigError", "name it in the role's kwargs")
     assert _across(ConfigError("no such loss")).hint is None
+
+
+def test_an_error_of_zbus_that_says_what_to_do_arrives_as_itself():
+    """A closed list of kinds keeps class, hint, facts and fields; it is still the error of a call to a rank."""
+    cause = ValueError("not a number")
+    sent = ConfigError("kwargs.lr is 'fast'", hint="give a number", facts={"from": "job.yaml:3"})
+    sent.__cause__ = cause
+    back = _across(sent)
+    assert isinstance(back, ConfigError)
+    assert isinstance(back, RemoteError)
+    assert (back.hint, back.facts, back.rank, back.code) == ("give a number", {"from": "job.yaml:3"}, 3, "ZB0401")
+    assert str(back).startswith("ConfigError: kwargs.lr is 'fast' (raised by train in actor/3")
+    assert isinstance(back.__cause__, ValueError)
+    weights = _across(WeightsError("no rank has it", phase="transfer", version=3, missing={1: "gone"}))
+    assert (weights.phase, weights.version, weights.missing) == ("transfer", 3, {1: "gone"})
+    assert pickle.loads(pickle.dumps(back)).facts == back.facts
+
+
+def test_a_name_of_zbus_in_another_module_is_no_error_of_zbus():
+    """Only what the list holds is rebuilt, whatever the wire says of it."""
+    theirs = type("ConfigError", (Exception,), {"__module__": "users"})("mine")
+    assert type(_across(theirs)) is RemoteError
+    forged = {**describe_exception(ConfigError("x")), "own": {"facts": 3}, "type": "CodecError"}
+    assert type(rebuild_exception(forged, **WHERE)) is RemoteError
 
 
 class _Hostile(Exception):  # named for what it does
