@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zbus.testing.simulation import keeping_mutants, lending_mutants, run_seeds, trace_mutants  # noqa: F401  # these join the list
+from zbus.testing.simulation import joining_mutants, keeping_mutants, lending_mutants, run_seeds, trace_mutants  # noqa: F401  # these join the list
 from zbus.testing.simulation.mutants import MUTANTS, applied, run_mutant
 
 

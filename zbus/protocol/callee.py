@@ -39,7 +39,7 @@ from typing import Final
 
 from zbus.protocol.callee_sessions import CalleeSessions
 from zbus.protocol.callee_state import NEVER, Kept, Lane, Orphan, Run, RunState, SessionState
-from zbus.protocol.frames import join_bodies
+from zbus.protocol.frames import FrameError, join_bodies, split_requests
 from zbus.protocol.messages import Buffer, Buffers, CancelRunning, Effect, Execute, Header, Kind, SendTo, Status
 
 __all__ = ["Callee", "Orphan", "RunState"]
@@ -47,6 +47,7 @@ __all__ = ["Callee", "Orphan", "RunState"]
 # The words of a small call as plain names: a look into an enum's class costs as much as ten bytecodes.
 _REQ: Final = int(Kind.REQ)
 _STRICT: Final = int(Status.STRICT)
+_JOINED: Final = int(Status.JOINED)
 _new: Final = tuple.__new__
 _RUNNING: Final = RunState.RUNNING
 _DONE: Final = RunState.DONE
@@ -202,6 +203,12 @@ class Callee(CalleeSessions):
             self._end(session_id, session, lane, run, now, effects)
         return effects
 
+    def joins(self, session_id: bytes, lane_name: str) -> bool:
+        """Tell whether the caller of a lane takes the results of several requests in one message."""
+        session = self._sessions.get(session_id)
+        lane = None if session is None else session.lanes.get(lane_name)
+        return lane is not None and lane.joins
+
     def expire(self, now: int) -> list[Effect]:
         """End queued requests whose deadline has passed. Call from time to time while anything is queued."""
         effects: list[Effect] = []
@@ -242,7 +249,9 @@ class Callee(CalleeSessions):
     def _answer(self, header: Header, buffers: Buffers, session: SessionState, lane: Lane, now: int) -> list[Effect]:
         effects: list[Effect] = []
         kind = header.kind
-        if kind in (Kind.REQ, Kind.SKIP):
+        if kind == _REQ and header.status == _JOINED:
+            self._on_joined(header, buffers, session, lane, now, effects)
+        elif kind in (Kind.REQ, Kind.SKIP):
             self._on_request(header, buffers, session, lane, now, effects)
         elif kind == Kind.PROBE:
             self._on_probe(header, session, lane, effects)
@@ -359,6 +368,26 @@ class Callee(CalleeSessions):
                 run.open_calls = 0  # a held place that will not run
             lane.runs[seq] = run
             effects.append(self._nack(header, lane.peer, Status.GAP, seq=lane.arrival_next))
+
+    def _on_joined(
+        self, header: Header, buffers: Buffers, session: SessionState, lane: Lane, now: int, effects: list[Effect]
+    ) -> None:
+        """Take a message of several requests of one call each, as if each had come in a message of its own."""
+        try:
+            requests = split_requests(buffers)
+        except FrameError:
+            requests = []
+        if len(requests) != header.calls:
+            self._drop("joined")
+            return
+        lane.joins = True
+        _, session_id, epoch, incarnation, name, first, _, attempt, floor, _, _, trace = header
+        for seq, (budget_ms, body) in enumerate(requests, first):
+            one = _new(
+                Header,
+                (_REQ, session_id, epoch, incarnation, name, seq, 1, attempt, floor, budget_ms, 0, trace),
+            )  # fmt: skip
+            self._on_request(one, (body,), session, lane, now, effects)
 
     def _admit(
         self, session_id: bytes, session: SessionState, lane: Lane, run: Run, effects: list[Effect], kind: int

@@ -80,7 +80,7 @@ class Run:
 class Lane:
     """One lane of one session."""
 
-    __slots__ = ("arrival_next", "concurrency", "floor", "name", "peer", "poised", "queue", "running", "runs")
+    __slots__ = ("arrival_next", "concurrency", "floor", "joins", "name", "peer", "poised", "queue", "running", "runs")
 
     #: every seq below was admitted or skipped; contiguous
     arrival_next: int
@@ -94,6 +94,8 @@ class Lane:
     running: int
     #: the POISED run, if there is one; the queue waits behind it
     poised: Run | None
+    #: the caller sends requests joined, so it takes their results joined, too
+    joins: bool
 
     def __init__(self, name: str, concurrency: int, peer: bytes) -> None:
         self.name = name
@@ -105,6 +107,7 @@ class Lane:
         self.queue = deque()
         self.running = 0
         self.poised = None
+        self.joins = False
 
 
 class SessionState:

@@ -19,6 +19,8 @@ Rules, each with its promise in ``docs/explanation/delivery.md``:
 - A request that starts together (``protocol.gang``) runs nowhere before ``release``. Until then it is settled here and
   at once, whatever happens: that no GO was sent, and none will be, is the proof. After it, GO is said again until the
   callee has it, before anything else is asked: a member that holds the request must not drop it while others run.
+- Requests of one call each that are placed at once leave in one message (``place_joined``), which says no more than a
+  message for each would: no rule above knows of it. Their results may come in one message, too.
 - Requests leave in seq order, at most ``window_calls`` places and ``window_bytes`` bytes ahead of the floor (P7).
 - ``NOT_EXECUTED`` is said only when proved: never transmitted, or the callee's own word on that very place. A gap that
   the callee reports proves nothing about a later place: it may hold it, and a copy may still be on its way. So a
@@ -31,6 +33,8 @@ This module has what the user and the connection say; ``caller_sending`` what le
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from zbus.protocol.caller_answers import LaneAnswers
 from zbus.protocol.caller_state import HOLDS, NEVER, RELEASED, Request, RequestState, Timing
@@ -86,6 +90,30 @@ class CallerLane(LaneAnswers):
         self._waiting.append(request)
         self._pump(now, effects)
         return seq, effects
+
+    def place_joined(
+        self, payloads: Sequence[Buffers], deadlines: Sequence[int | None], now: int
+    ) -> tuple[int, list[Effect]]:
+        """Place several requests of one call each, in this order, and send them in one message if all may leave now.
+
+        Each is a request of its own from then on, as if it had been placed by ``place``.
+
+        Args:
+            payloads: The frame of each.
+            deadlines: Of each; see ``place``.
+            now: Current monotonic time in nanoseconds.
+
+        Returns:
+            (seq of the first, effects).
+        """
+        first = self._next_seq
+        joined = self._join(payloads, deadlines, now) if len(payloads) > 1 else None
+        if joined is not None:
+            return first, [joined]
+        effects: list[Effect] = []
+        for payload, deadline_ns in zip(payloads, deadlines, strict=True):
+            effects += self.place(payload, 1, len(payload[0]), deadline_ns, now)[1]
+        return first, effects
 
     def cancel(self, seq: int, now: int) -> list[Effect]:
         """Ask that the request starting at ``seq`` should not run; it still gets exactly one outcome."""

@@ -102,11 +102,7 @@ class LaneAnswers(LaneSending):
             self._pump(now, effects)
 
     def _on_results(self, header: Header, buffers: Buffers, now: int, effects: list[Effect]) -> None:
-        """Take one message with the values of several consecutive calls of one request."""
-        request = self._find(header.seq)
-        if request is None or request.attempts == 0 or header.seq + header.calls > request.seq + request.calls:
-            self.strays += 1
-            return
+        """Take one message with the values of several consecutive calls: of one request, or of as many requests."""
         try:
             bodies = split_bodies(buffers)
         except FrameError:
@@ -114,6 +110,20 @@ class LaneAnswers(LaneSending):
         if len(bodies) != header.calls:  # not a word that has a meaning: the probe will ask again
             self.strays += 1
             return
+        request = self._requests.get(header.seq) or self._find(header.seq)
+        if request is None or request.calls == 1:
+            self._take_results_of_several(header, bodies, now, effects)
+        elif request.attempts == 0 or header.seq + header.calls > request.seq + request.calls:
+            self.strays += 1
+            return
+        else:
+            self._take_results_of_one(request, header, bodies, now, effects)
+        if self._waiting:
+            self._pump(now, effects)
+
+    def _take_results_of_one(
+        self, request: Request, header: Header, bodies: list[bytes], now: int, effects: list[Effect]
+    ) -> None:
         finished = request.finished
         if finished is None:
             finished = request.finished = set()
@@ -137,8 +147,24 @@ class LaneAnswers(LaneSending):
         if wanted:
             request.open_calls -= fresh
         self._replied(request, now)
-        if self._waiting:
-            self._pump(now, effects)
+
+    def _take_results_of_several(self, header: Header, bodies: list[bytes], now: int, effects: list[Effect]) -> None:
+        first, requests = header.seq, self._requests
+        found = [requests.get(seq) for seq in range(first, first + header.calls)]
+        head = found[0]
+        group, attempts = (-1, 0) if head is None else (head.group, head.attempts)
+        for request in found:
+            if request is None or request.group != group or request.attempts != attempts or not request.open_calls:
+                group = -1  # they left in several messages, or some of them have their last word
+                break
+        if group < 0 or not attempts:
+            for seq, body in enumerate(bodies, first):
+                self._on_reply(header._replace(seq=seq, calls=1), _OK, (body,), "", "", now, effects)
+            return
+        for request in found:
+            request.open_calls = 0  # type: ignore[union-attr]  # none is None
+            self._retire(request)  # type: ignore[arg-type]  # as above
+        effects.append(_new(Results, (self.lane, first, bodies, attempts)))
 
     def _replied(self, request: Request, now: int) -> None:
         """Some calls of a request have their last word: it is over, or has shown that it is there."""

@@ -6,9 +6,11 @@ The lowest part of ``caller.CallerLane``, where the theory of operation stands.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from zbus.protocol.caller_state import MS, NEVER, RELEASED, Request, RequestState, Timing
+from zbus.protocol.frames import join_requests
 from zbus.protocol.messages import Buffers, Effect, Finish, Header, Kind, Outcome, SendTo, Status
 
 __all__ = ["LaneSending"]
@@ -16,6 +18,7 @@ __all__ = ["LaneSending"]
 # The words of a small call as plain names: a look into an enum's class costs as much as ten bytecodes.
 _REQ: Final = int(Kind.REQ)
 _STRICT: Final = int(Status.STRICT)
+_JOINED: Final = int(Status.JOINED)
 _WAITING: Final = RequestState.WAITING
 _SENT: Final = RequestState.SENT
 _new: Final = tuple.__new__
@@ -171,6 +174,48 @@ class LaneSending:
         self._requests[seq] = request
         self._order.append(request)
         self.due_ns = min(due, now + gap, self.due_ns)
+
+    def _join(self, payloads: Sequence[Buffers], deadlines: Sequence[int | None], now: int) -> SendTo | None:
+        """Send several requests of one call and one frame each in one message; None, and nothing done, unless all may.
+
+        It says what a message for each would say. Whatever comes after it is about each request by itself.
+        """
+        first, calls = self._next_seq, len(payloads)
+        nbytes = sum([len(payload[0]) for payload in payloads])
+        if not self.connected or self._waiting or first + calls > self._floor + self.window_calls:
+            return None
+        if self._bytes_out + nbytes > self.window_bytes:
+            return None
+        gap, requests, order = self.patience, self._requests, self._order
+        seq, due, probe_ns = first, self.due_ns, now + gap
+        joined = []
+        for payload, deadline_ns in zip(payloads, deadlines, strict=True):
+            request = Request(seq, 1, payload, len(payload[0]), NEVER, 0, False)  # noqa: FBT003  # as in ``sent``
+            budget = 0
+            if deadline_ns is not None:
+                request.deadline_ns = deadline_ns
+                budget = max(1, (deadline_ns - now) // MS)
+                due = min(due, deadline_ns)
+            request.group = first
+            request.state = _SENT
+            request.attempts = 1
+            request.probe_gap = gap
+            request.probe_ns = probe_ns
+            requests[seq] = request
+            order.append(request)
+            joined.append((budget, payload[0]))
+            seq += 1
+        self._next_seq = seq
+        self._bytes_out += nbytes
+        self.due_ns = min(due, probe_ns)
+        header = _new(
+            Header,
+            (
+                _REQ, self._session, self._epoch, self._incarnation, self.lane, first, calls, 1, self._floor, 0,
+                _JOINED, 0,
+            ),
+        )  # fmt: skip
+        return SendTo(header, (join_requests(joined),))
 
     def whereabouts(self, seq: int, now: int) -> str:
         """Say in words how far the call at ``seq`` is, as far as is known here."""

@@ -26,6 +26,9 @@ index  field         meaning
 A RESULT of several calls (``calls`` > 1) has one body: a msgpack array of the bodies of their values, in order, each a
 bin. It is sent where each is small and needs no buffers; otherwise every call has its own RESULT.
 
+A REQ of status JOINED has one body: a msgpack array of ``[budget_ms, body]`` of each of its requests, in order. It says
+what as many REQ of one call each would say, and is sent only to a callee whose WELCOME says that it ``joins``.
+
 ``frames`` and ``bytes`` make a torn or glued message detectable: a message whose frames disagree with its header is
 refused as a whole. An inline body spares a small call one frame each way, about an eighth of its round trip
 (``docs/decisions/0002-small-bodies-travel-in-the-header.md``). Nothing here allocates more than the frames hold.
@@ -40,7 +43,7 @@ import msgpack
 import msgspec
 from msgspec import Meta
 
-from zbus.protocol.messages import PROTOCOL_VERSION, Buffers, Header, Kind
+from zbus.protocol.messages import PROTOCOL_VERSION, Buffer, Buffers, Header, Kind
 
 __all__ = [
     "INLINE_BYTES",
@@ -52,7 +55,9 @@ __all__ = [
     "decode_header",
     "encode",
     "join_bodies",
+    "join_requests",
     "split_bodies",
+    "split_requests",
 ]
 
 INLINE_BYTES: Final = 1024
@@ -97,6 +102,7 @@ _Valid = tuple[
 _pack = msgspec.msgpack.Encoder().encode
 _read = msgspec.msgpack.Decoder(_Valid).decode
 _read_bodies = msgspec.msgpack.Decoder(list[bytes]).decode
+_read_requests = msgspec.msgpack.Decoder(list[tuple[_Number, bytes]]).decode
 _unpack = msgpack.unpackb
 _new = tuple.__new__
 
@@ -152,6 +158,26 @@ def split_bodies(buffers: Buffers) -> list[bytes]:
     except msgspec.DecodeError:
         pass
     reason = "bodies"
+    raise FrameError(reason)
+
+
+def join_requests(requests: Sequence[tuple[int, Buffer]]) -> bytes:
+    """Return the body of a REQ of status JOINED: (budget in ms, body of one frame) of each of its requests."""
+    return _pack(requests)
+
+
+def split_requests(buffers: Buffers) -> list[tuple[int, bytes]]:
+    """Return what ``join_requests`` joined.
+
+    Raises:
+        FrameError: It is no such body.
+    """
+    try:
+        if len(buffers) == 1:
+            return _read_requests(buffers[0])
+    except msgspec.DecodeError:
+        pass
+    reason = "requests"
     raise FrameError(reason)
 
 

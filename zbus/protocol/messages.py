@@ -73,6 +73,8 @@ class Status(enum.IntEnum):
     # REQ: it is not started before its GO; a bit, so that it goes with STRICT
     TOGETHER = 32
     TOGETHER_STRICT = 33
+    # REQ: each of its calls is a request of its own; they only travel together
+    JOINED = 64
     # FAILURE and END: how the call ended
     OK = 2
     APP_ERROR = 3

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from zbus.testing.simulation import keeping_mutants, lending_mutants, trace_mutants  # noqa: F401  # they join the list
+from zbus.testing.simulation import joining_mutants, keeping_mutants, lending_mutants, trace_mutants  # noqa: F401  # they join the list
 from zbus.testing.simulation.exhaustive import explore
 from zbus.testing.simulation.mutants import MUTANTS, run_mutants
 from zbus.testing.simulation.runner import Report, replay, run_for

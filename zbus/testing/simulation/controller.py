@@ -7,6 +7,7 @@ changes, this file changes with it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from zbus.protocol.caller import CallerLane
@@ -293,6 +294,26 @@ class SimController:
             placed.append((peer, seq))
             self.note_due(machine.due_ns)
         return placed
+
+    def place_joined(
+        self, peer: SimPeer, lane_name: str, tokens: Sequence[bytes], deadlines: Sequence[int | None]
+    ) -> int | None:
+        """Place calls that leave together as the client does; the first's seq, None if the member is not READY."""
+        if peer.state is not LinkState.READY:
+            return None
+        lane, now = self._lane(peer, lane_name), self.now
+        machine = lane.machine
+        first = machine.next_seq
+        for seq, (token, deadline) in enumerate(zip(tokens, deadlines, strict=True), first):
+            key = (peer.incarnation, self.session, lane_name, seq)
+            lane.calls[seq] = call = Call(
+                key, token, int(token.rstrip(b".")), 0, 1, deadline, now, stream=False, strict=False
+            )
+            self.world.ledger.placed(call)
+        _, effects = machine.place_joined([(token,) for token in tokens], deadlines, now)
+        self.run(lane, effects)
+        self.note_due(machine.due_ns)
+        return first
 
     def cancel(self, placed: list[tuple[SimPeer, int]], lane_name: str, count: int) -> None:
         """Cancel a placed batch, as the client does."""

@@ -72,6 +72,7 @@ class Knobs:
         crash_marks: Workers killed between a call's start or end and its mark in the crash journal.
         lies: Share of one worker's messages that are made up.
         keep_bytes: Bytes of large replies that a worker keeps in memory.
+        joined: Share of requests placed as several of one call each that leave in one message.
         shelf_room: Share of further ones that its shelf has room for.
         garbled: Share of lost connections, and of handshakes by half, after which the transport does not try again.
         tracing: Workers trace through a sidecar; the rest is about that, see ``tracing``.
@@ -144,6 +145,7 @@ class Knobs:
     lies: float = 0.0
     keep_bytes: int = 1 << 40
     shelf_room: float = 1.0
+    joined: float = 0.0
     tracing: bool = False
     trace_period: int = 40 * MS
     trace_blocks: int = 4
@@ -202,6 +204,7 @@ def draw(
     *,
     tracing: dict[str, Any] | None = None,
     rough: dict[str, Any] | None = None,
+    joined: float = 0.0,
 ) -> Knobs:
     """Draw the knobs of one run.
 
@@ -213,6 +216,7 @@ def draw(
         size: ``small`` (a few calls, for millions of schedules), ``large`` (deep histories), or ``trace`` (as small,
             with one call: for the traces).
         tracing: What ``trace_knobs`` draws.
+        joined: As the knob.
         rough: What ``rough`` draws; not used in a calm run.
     """
     r = rng.random
@@ -274,6 +278,7 @@ def draw(
         unreplaced=even_more() if even_more() < 0.4 else 0.0,
         holds=1 + int(even_more() * 2) if not calm and even_more() < 0.12 else 0,
         refuses=unready() * 0.5 if unready() < 0.12 else 0.0,
+        joined=joined,
         **(tracing or {}),
         **({} if calm else rough or {}),
     )

@@ -253,6 +253,8 @@ class Ledger:
                 broken("I5", f"{call!r} is told {kind.value} ({outcome.reason}), but it started")
             if kind is OutcomeKind.CANCELLED and not call.cancelled:
                 broken("I1", f"{call!r} is told CANCELLED, nobody asked")
+            if outcome.reason == "deadline" and call.deadline is None:
+                broken("I1", f"{call!r} is told that it expired, it has no deadline")
         elif kind is OutcomeKind.UNKNOWN:
             self._check_unknown(call, outcome, now)
         else:

@@ -6,6 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from zbus.protocol.callee import Callee
+from zbus.protocol.joining import JoinedResults
 from zbus.protocol.journal import RING, JournalReport, LaneRing, history
 from zbus.protocol.messages import (
     Buffers,
@@ -78,6 +79,7 @@ class SimWorker:
         "highest_epoch",
         "inbox",
         "incarnation",
+        "joined",
         "liar",
         "marks",
         "pace",
@@ -109,6 +111,7 @@ class SimWorker:
         self.clock = NodeClock()
         self.pace = self.busy_until = 0
         self.inbox: deque[Any] = deque()
+        self.joined = JoinedResults()
         self.crash_mark = 0  # it dies at this moment of the next call that comes to it: see ``_dies_at``
         self.liar = bool(knobs.lies) and slot == 0
         if self.liar:
@@ -206,8 +209,7 @@ class SimWorker:
                 if effect.header.status == Status.POISED:
                     header = effect.header
                     world.ledger.held(self.incarnation, header.session, header.lane, header.seq)
-                connection = world.network.by_peer.get(effect.peer or b"")
-                self._say(connection, effect.header, effect.buffers)
+                self._send(effect)
             elif kind is Execute:
                 self._begin(effect)  # type: ignore[arg-type]
             elif kind is CancelRunning:
@@ -217,6 +219,33 @@ class SimWorker:
             if not self.alive:  # its script says that it dies here
                 return
         self.callee.validate()
+
+    def _send(self, send: SendTo) -> None:
+        """As the server: short results of calls that came together wait a moment for each other."""
+        header, world = send.header, self.world
+        if world.knobs.joined and self.callee.joins(header.session, header.lane):
+            if self.joined.add(send):
+                if world.joining.random() < _FLUSHED:
+                    self._flush_joined()
+                else:
+                    world.after(_TAKEOVER, self._flush_joined)
+                return
+            self._flush_joined()
+            if self.joined.add(send):
+                world.after(_TAKEOVER, self._flush_joined)
+                return
+        self._say(world.network.by_peer.get(send.peer or b""), header, send.buffers)
+
+    def _flush_joined(self) -> None:
+        if not self.alive or not len(self.joined):
+            return
+        if self.paused_until > self.world.now:
+            self.world.at(self.paused_until, self._flush_joined)
+            return
+        self.world.covered["results of several requests", min(len(self.joined), 3)] += 1
+        send = self.joined.take()
+        if send is not None:
+            self._say(self.world.network.by_peer.get(send.peer or b""), send.header, send.buffers)
 
     def _say(self, connection: Connection | None, header: Header, buffers: Buffers) -> None:
         world = self.world

@@ -17,7 +17,7 @@ from zbus.protocol.caller import Timing
 from zbus.protocol.liveness import LinkState
 from zbus.protocol.messages import Buffers, OutcomeKind
 from zbus.testing.simulation.clocks import NodeClock
-from zbus.testing.simulation.controller import SimController, SimLink
+from zbus.testing.simulation.controller import SimController, SimLink, SimPeer
 from zbus.testing.simulation.knobs import MS, Knobs, draw
 from zbus.testing.simulation.ledger import Ledger, broken
 from zbus.testing.simulation.network import Network
@@ -56,6 +56,12 @@ _ROUGH: Final = 0xB9DCF761
 _LATEST: Final = 0x51B1E5
 """Salt of the generator of what was added after that."""
 
+_JOINS: Final = (1, 2)
+"""Which seeds of eight have requests that leave together: none of the corpus."""
+
+_JOINED: Final = 0x10E15
+"""Salt of the generator of those: so the runs of other seeds stay what they were."""
+
 _NEWEST: Final = 0x51B1EA
 """Salt of the generator of what was added last; chosen as ``_LATER``."""
 
@@ -78,9 +84,9 @@ class World:
     """
 
     __slots__ = (
-        "_number", "_slots", "_token", "controllers", "covered", "events", "faulty", "heap", "hello_every", "knobs",
-        "later", "latest", "ledger", "link_names", "network", "now", "paused_until", "random", "rng", "rough", "script",
-        "seed", "story", "timing", "tracing", "workers",
+        "_number", "_slots", "_token", "controllers", "covered", "events", "faulty", "heap", "hello_every", "joining",
+        "knobs", "later", "latest", "ledger", "link_names", "network", "now", "paused_until", "random", "rng", "rough",
+        "script", "seed", "story", "timing", "tracing", "workers",
     )  # fmt: skip
 
     def __init__(
@@ -100,6 +106,8 @@ class World:
         self.later = later.random
         rough = is_rough(seed, size)
         self.rough = Random(seed ^ _ROUGH) if rough else self.rng  # noqa: S311  # as above; not asked where none is
+        joins = seed % 8 in _JOINS
+        self.joining = Random(seed ^ _JOINED) if joins else self.rng  # noqa: S311  # as above; not asked where none do
         latest = Random(seed ^ _LATEST)  # noqa: S311  # as above
         self.latest = latest.random
         if knobs is None:
@@ -107,6 +115,7 @@ class World:
             knobs = draw(
                 self.rng, later, latest, Random(seed ^ _NEWEST), size,  # noqa: S311  # as above
                 tracing=traced, rough=draw_rough(self.rough, size) if rough else None,
+                joined=0.2 + self.joining.random() * 0.8 if joins else 0.0,
             )  # fmt: skip
         self.knobs = knobs
         self.covered = covered
@@ -328,12 +337,11 @@ class World:
         deadline = None
         if knobs.deadline and random() < knobs.deadline:
             deadline = controller.now + int((1 + random() * 200) * MS)
-        self._token += 1
-        token = b"%d" % self._token
-        if random() < 0.1:
-            token += b"." * 60  # larger than the smallest byte window
-        elif knobs.keep_bytes < NOT_BOUNDED and self.rough.random() < 0.6:
-            token += b"." * 40  # so that its reply is large
+        token = self._next_token()
+        alone = count == 1 and not stream and len(members) == 1
+        if alone and knobs.joined and self.joining.random() < knobs.joined:
+            self._place_joined(controller, members[0], lane, token, deadline)
+            return
         together = knobs.together > 0 and len(members) > 1 and self.later() < knobs.together
         placed = controller.place(
             members, lane, token, count, deadline, self._token, strict=random() < knobs.strict, stream=stream,
@@ -349,6 +357,37 @@ class World:
             self.tell(f"{controller} places {count} call(s) in {lane}: {where}; deadline {deadline}")
         if knobs.cancel and random() < knobs.cancel:
             self.after(int(random() * 150 * MS), controller.cancel, placed, lane, count)
+
+    def _next_token(self) -> bytes:
+        """Return a payload that no other request has."""
+        self._token += 1
+        token = b"%d" % self._token
+        if self.random() < 0.1:
+            token += b"." * 60  # larger than the smallest byte window
+        elif self.knobs.keep_bytes < NOT_BOUNDED and self.rough.random() < 0.6:
+            token += b"." * 40  # so that its reply is large
+        return token
+
+    def _place_joined(
+        self, controller: SimController, peer: SimPeer, lane: str, token: bytes, deadline: int | None
+    ) -> None:
+        """Place some calls that leave together, each a request of its own; some of them are cancelled alone."""
+        joining, knobs = self.joining.random, self.knobs
+        tokens = [token]
+        for _ in range(1 + int(joining() * 5)):
+            self._token += 1
+            tokens.append(b"%d" % self._token)
+        deadlines = [deadline if joining() < 0.7 else None for _ in tokens]  # most
+        first = controller.place_joined(peer, lane, tokens, deadlines)
+        if first is None:
+            self.covered["unavailable"] += 1
+            return
+        self.covered["joined"] += 1
+        if self.story is not None:
+            self.tell(f"{controller} places {len(tokens)} calls as one in {lane}: {peer.worker} seq {first}")
+        for seq in range(first, first + len(tokens)):
+            if knobs.cancel and joining() < knobs.cancel:
+                self.after(int(joining() * 150 * MS), controller.cancel, [(peer, seq)], lane, 1)
 
     # -- the registry's stand-in ---------------------------------------------------------------------------------
 
