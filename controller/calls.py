@@ -18,6 +18,7 @@ from controller.order import Order
 from controller.placement import Placement
 from controller.placer import Placer, Roster, is_crowded, is_ready, room
 from controller.quick import QuickCall
+from controller.soon import SoonFuture
 from zbus.codec import (
     JoinedRef,
     Keep,
@@ -150,7 +151,10 @@ class Method(Generic[P, T]):
         self._everyone = tuple(range(len(view.ranks))) if isinstance(spec.dispatch, Everywhere) else None
         self._deadline_s = view.deadline_s or spec.deadline_s or view.core.deadline_s
         everyone = tuple(range(len(view.ranks)))
-        self._quick_merge = self.merge(Plan(everyone, (), heads=everyone))
+        self.quick_merge = self.merge(Plan(everyone, (), heads=everyone))
+        self._soon: Any = None  # what plain calls of one rank leave by, if there is such
+        if self._quick and len(view.ranks) == 1:
+            self._soon = getattr(view.core.placer, "soon", None)
         self.__name__ = spec.name
         self.__doc__ = spec.doc or None
 
@@ -162,7 +166,7 @@ class Method(Generic[P, T]):
         if self._quick and not kwargs:
             quick = self._start_quick(args, snapshot=False)
             if quick is not None:
-                return cast("T", quick.result(self._quick_merge, self._recover))
+                return cast("T", quick.result(self.quick_merge, self._recover))
         return self.start(args, kwargs).result()
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> BatchFuture[T]:
@@ -173,6 +177,10 @@ class Method(Generic[P, T]):
             DispatchError: The arguments do not fit the declaration.
             CodecError: A value cannot be carried.
         """
+        if self._soon is not None and not kwargs:
+            future = self._start_soon(args)
+            if future is not None:
+                return future
         return self.start(args, kwargs, snapshot=True)
 
     def aio(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
@@ -184,7 +192,7 @@ class Method(Generic[P, T]):
             placer, peers = self._view.core.placer, self._pick(self._view.core.roster.peers())
             quick = None if is_crowded(placer, peers, self.spec.lane) else self._start_quick(args, snapshot=True)
             if quick is not None:
-                return cast("T", await quick.answer(self._quick_merge, self._recover))
+                return cast("T", await quick.answer(self.quick_merge, self._recover))
         spread = self.plan(args, kwargs)
         try:
             placement = self._placement(spread, snapshot=True)
@@ -396,6 +404,34 @@ class Method(Generic[P, T]):
             return None  # it is refused or waits, as any other
         return quick
 
+    def _start_soon(self, args: tuple[Any, ...]) -> SoonFuture[T] | None:
+        """Place a plain call of one rank, or let it leave with others; None, and nothing done, where that cannot be."""
+        spec, core = self.spec, self._view.core
+        least, most = spec.arity
+        if core.line or not least <= len(args) <= most or get_tracer().rpc:
+            return None
+        payload = encode_plain_call(spec.name, args)
+        if payload is None:
+            return None
+        peer = core.roster.peers()[self._view.ranks[0]]
+        future = SoonFuture(self, peer, payload)
+        return future if self._soon.place(peer, spec.lane, payload, self._deadline_s, future) else None
+
+    def send_soon(self) -> None:
+        """Send what waits to leave with others."""
+        self._soon.send_all()
+
+    def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until ``done()``, driving the placer; False if the time ran out first."""
+        return self._view.core.placer.wait(done, timeout_s)
+
+    def placement_of(self, peer: Any, payload: Buffers, seq: int, began_ns: int) -> Placement:
+        """Return a placement that goes on with a call placed by ``soon``; not placed yet, if ``seq`` is below 0."""
+        placement = Placement(self._order([self._view.ranks[0]], [payload], began_ns))
+        placed = self._soon.handle(peer, self.spec.lane, seq) if seq >= 0 else None
+        placement.adopt([peer], placed, began_ns / 1e9)
+        return placement
+
     def _encode_any(self, peers: Sequence[Any], args: tuple[Any, ...], *, snapshot: bool) -> Buffers | None:
         """Encode a call of arrays, lists and the like; None where a handle is among them, or it has to wait."""
         placer = self._view.core.placer
@@ -410,7 +446,7 @@ class Method(Generic[P, T]):
         ranks = list(self._view.ranks)
         placement = Placement(self._order(ranks, [quick.payload] * len(ranks), quick.began_ns))
         quick.hand_over(placement)
-        return BatchFuture(placement, 0, self._quick_merge)
+        return BatchFuture(placement, 0, self.quick_merge)
 
     def merge(self, spread: Plan) -> Callable[[Sequence[Any]], T]:
         """Return what turns the members' values into the answer."""

@@ -114,9 +114,17 @@ class Late:
         stacks: Takes stacks.
         patience: When a rank is stuck.
         record_of: Returns the record of a connected rank, None where it has none (any more).
+        unwatched: Returns the calls that are out for so many seconds without ``began``; their ``look`` says it.
     """
 
-    def __init__(self, stacks: Stacks, patience: Patience, record_of: Callable[[Any], WorkerRecord | None]) -> None:
+    def __init__(
+        self,
+        stacks: Stacks,
+        patience: Patience,
+        record_of: Callable[[Any], WorkerRecord | None],
+        unwatched: Callable[[float], Iterable[Any]] = lambda _: (),
+    ) -> None:
+        self._unwatched = unwatched
         self.stacks = stacks
         self._patience = patience
         self._record_of = record_of
@@ -163,6 +171,8 @@ class Late:
         if now - self._looked < _LOOK_S:
             return
         before, self._looked = self._looked, now
+        for unwatched in self._unwatched(_LOOK_S):
+            unwatched.look()
         out = dict(self._calls)
         for key, seen in list(self._seen.items()):
             if key not in out or out[key][1] != seen.began:  # ended; another may have its id by now

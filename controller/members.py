@@ -252,7 +252,7 @@ class Members:
         self.roles = {
             name: RoleMembers(job, (args, kwargs), self._exits.get) for name, (job, args, kwargs) in jobs.items()
         }
-        self._late = None if stacks is None else Late(stacks, patience or Patience(), self._record_of)
+        self._late = None if stacks is None else Late(stacks, patience or Patience(), self._record_of, self._unwatched)
         for role in self.roles.values():
             role.late = self._late
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -550,6 +550,10 @@ class Members:
         member = self.roles[role].members[last.rank]
         times = sum(end.rank == last.rank for end in deaths)
         return self._start_failure(member, "worker_exit", _how(last), last, times)
+
+    def _unwatched(self, age_s: float) -> list[Any]:
+        """Return the calls that nobody has waited for so far, out for longer than ``age_s`` seconds."""
+        return list(self._client.soon.older_than(int(age_s * 1e9)))
 
     def _look_into(self, member: Member) -> None:
         """Find out what became of a worker whose connection was lost."""

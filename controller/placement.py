@@ -23,6 +23,7 @@ from controller.placer import (
     is_ready,
     is_suspect,
     loop_driver,
+    send_soon,
     wake,
     whereabouts,
 )
@@ -31,7 +32,7 @@ from zbus.protocol.batch import BatchSlots
 from zbus.protocol.messages import Buffers, Outcome, OutcomeKind, nbytes_of
 from zbus.trace.tracer import Tracer, get_tracer
 
-__all__ = ["Placement"]
+__all__ = ["PUT", "Placement"]
 
 _PATIENCE_S: Final = 30.0
 """How long a call that may wait waits for a member to become ready."""
@@ -48,10 +49,10 @@ _CREDIT_STEP: Final = 8
 _CREDIT_BYTES: Final = 1 << 20
 """Credit of a stream is given each so many items, or each so many bytes."""
 _OK: Final = OutcomeKind.OK
-_PUT: Final = b"ctx.put"
+PUT: Final = b"ctx.put"
 """Stands in each answer with a handle that ``ctx.put`` made."""
 
-_PUTS: Final = re.compile(re.escape(_PUT))
+_PUTS: Final = re.compile(re.escape(PUT))
 _GONE: Final = ("worker_exit", "lease", "fenced", "disconnected")
 _LOST: Final = (OutcomeKind.UNKNOWN, OutcomeKind.NOT_EXECUTED)
 """With such a reason: the worker is lost, whether or not its part is proved not to have begun."""
@@ -107,6 +108,7 @@ class Placement:
         Raises:
             Unavailable: A member is not ready and nothing says that waiting helps; nothing was sent.
         """
+        send_soon(self.order.placer)
         if self._crowded():
             self._queued = True
             if not self.order.placer.wait(self._has_room, self.order.deadline_s):
@@ -116,6 +118,7 @@ class Placement:
 
     async def start_async(self) -> None:
         """As ``start``, waiting on the running loop."""
+        send_soon(self.order.placer)
         if self._crowded():
             self._queued = True
             placer: Any = self.order.placer
@@ -144,16 +147,17 @@ class Placement:
     def _start(self) -> None:
         line = self.order.line
         if line and line.blocks(self):
-            self._wait_in_line("waits behind earlier calls")
+            self.wait_in_line("waits behind earlier calls")
             return
         try:
             self._place()
         except Unavailable as error:
             if not self._may_wait():
                 raise self._refusal(error) from None
-            self._wait_in_line(str(error))
+            self.wait_in_line(str(error))
 
-    def _wait_in_line(self, why: str) -> None:
+    def wait_in_line(self, why: str) -> None:
+        """Be placed later, when the ranks are ready, or refused: in ``why``, what keeps it from being placed now."""
         self._last = Outcome(OutcomeKind.NOT_EXECUTED, reason="not_ready", evidence=why, attempts=0)
         self._pausing = True
         self.order.line.join(self)
@@ -247,7 +251,7 @@ class Placement:
             for one, body in enumerate(bodies, call):
                 self._settle(member, one, Outcome(_OK, (body,), attempts=attempts))
             return
-        if _PUT in b"".join(bodies):
+        if PUT in b"".join(bodies):
             for body in bodies:
                 self._hold_puts((body,))
         if self._late is not None and self.slots.settled():
@@ -302,7 +306,7 @@ class Placement:
         if not payload or self.order.refs is None:
             return
         body = payload[0]
-        if _PUT in body if type(body) is bytes else _PUTS.search(body):
+        if PUT in body if type(body) is bytes else _PUTS.search(body):
             shared().call(partial(self._hold_puts_of, payload))
 
     def _hold_puts_of(self, payload: Buffers) -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "is_ready",
     "is_suspect",
     "loop_driver",
+    "send_soon",
     "wake",
     "whereabouts",
 ]
@@ -218,6 +219,13 @@ def loop_driver(placer: Placer) -> Any:
     """Return what an asyncio loop can attach to while it waits (``attach_loop``, ``detach_loop``), or None."""
     reactor = getattr(placer, "reactor", placer)
     return reactor if hasattr(reactor, "attach_loop") else None
+
+
+def send_soon(placer: Placer) -> None:
+    """Send what waits to leave with others, so that what is placed next comes behind it. Nothing where none does."""
+    soon = getattr(placer, "soon", None)
+    if soon is not None:
+        soon.send_all()
 
 
 def wake(placer: Placer) -> None:

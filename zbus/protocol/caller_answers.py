@@ -151,13 +151,12 @@ class LaneAnswers(LaneSending):
     def _take_results_of_several(self, header: Header, bodies: list[bytes], now: int, effects: list[Effect]) -> None:
         first, requests = header.seq, self._requests
         found = [requests.get(seq) for seq in range(first, first + header.calls)]
-        head = found[0]
-        group, attempts = (-1, 0) if head is None else (head.group, head.attempts)
+        attempts = 0 if found[0] is None else found[0].attempts
         for request in found:
-            if request is None or request.group != group or request.attempts != attempts or not request.open_calls:
-                group = -1  # they left in several messages, or some of them have their last word
+            if request is None or request.group < 0 or request.attempts != attempts or not request.open_calls:
+                attempts = 0  # one has its last word, or was not placed with others
                 break
-        if group < 0 or not attempts:
+        if not attempts:
             for seq, body in enumerate(bodies, first):
                 self._on_reply(header._replace(seq=seq, calls=1), _OK, (body,), "", "", now, effects)
             return

@@ -82,7 +82,7 @@ class Request:
     asked_ns = 0  # when the one PROBE that has no answer yet was sent; 0: there is none; -1: more than one
     told = False  # the callee said that it runs, after it was asked to stop it
     together = 0  # 0: starts when it arrives; else see HOLDS and RELEASED
-    group = -1  # first seq of the message in which it first left, joined with others
+    group = -1  # first seq of those it left with, in one message
 
     def __init__(  # private, hot path
         self, seq: int, calls: int, buffers: Buffers, nbytes: int, deadline_ns: int, trace: int, strict: bool  # noqa: FBT001

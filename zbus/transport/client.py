@@ -42,6 +42,7 @@ from zbus.transport.interrupts import gate
 from zbus.transport.peer import Exchange, Link, Peer, PeerLane, PeerState
 from zbus.transport.reactor import Reactor
 from zbus.transport.sockets import SocketFactory
+from zbus.transport.soon import Soon
 from zbus.transport.waiters import ChunkSink, ResultsSink, Sink
 
 __all__ = ["ChunkSink", "Client", "Exchange", "Peer", "PeerState", "Placed", "ResultsSink", "Sink"]
@@ -127,8 +128,9 @@ class Client:
         self.counters: dict[str, int] = {}
         self._timing = timing
         self._peers: list[Peer] = []
+        self.soon = Soon(self)
         self._room_watchers: list[Callable[[], None]] = []
-        self._closed = False
+        self.closed = False
         self.reactor.add_ticker(self._tick)
         self.reactor.start()
 
@@ -220,7 +222,7 @@ class Client:
         """
         with gate, self.reactor.lock:
             link = peer.links.get("ctl")
-            if self._closed or link is None or link.machine.state is not LinkState.READY:
+            if self.closed or link is None or link.machine.state is not LinkState.READY:
                 return False
             header = Header(Kind.PING, self.session, self.epoch, peer.incarnation, "ctl")
             asked = msgpack.packb(self.clock.monotonic_ns())
@@ -291,6 +293,8 @@ class Client:
                 if stamped:
                     sent.append(self._now())
                 found = self._lane(peer, lane)
+                if found.pile:
+                    self.soon.send(found)
                 if chunk_sink is not None:
                     found.waiters.chunks[found.machine.next_seq] = (chunk_sink, index)
                 payload = payloads[index] if len(payloads[index]) == 1 else self._addressed(payloads[index], peer)
@@ -366,6 +370,8 @@ class Client:
     ) -> int:  # fmt: skip
         """Take the next places of one member's lane; what can leave at once is booked while it is on its way."""
         machine = lane.machine
+        if lane.pile:
+            self.soon.send(lane)
         header = None if together else machine.next_header(count, nbytes, deadline_ns, now, trace, strict)
         if header is None:
             seq = machine.next_seq
@@ -480,7 +486,7 @@ class Client:
     def _arrived(self, lane: PeerLane, seq: int, opening: Opening) -> None:
         """Take what was pulled. On the thread of bulk data."""
         with gate, self.reactor.lock:
-            if self._closed or lane.arrivals is None:
+            if self.closed or lane.arrivals is None:
                 return
             buffers: Buffers | None = None
             try:
@@ -521,9 +527,10 @@ class Client:
     def close(self) -> None:
         """Say BYE, settle what is open, close all sockets. Idempotent; never waits for a peer."""
         with gate, self.reactor.lock:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
+            self.soon.send_all()
             for peer in self._peers:
                 for link in peer.links.values():
                     if link.machine.state is LinkState.READY:
@@ -629,6 +636,8 @@ class Client:
     def _gang(self, members: Sequence[Peer], lane_name: str, sink: Sink, deadline_ns: int | None) -> Sink:
         """Make the next request of each member's lane start together; return the sink to place it with."""
         lanes = [self._lane(peer, lane_name) for peer in members]
+        for lane in lanes:
+            self.soon.send(lane)
         seqs = [lane.machine.next_seq for lane in lanes]
         gang = Gang([lane.machine for lane in lanes], seqs, [str(peer.name) for peer in members], deadline_ns)
 
@@ -693,8 +702,16 @@ class Client:
                     due = min(due, lane.machine.due_ns)
         return due
 
+    def takes(self, peer: Peer) -> bool:
+        """Tell whether calls that travel together may be sent to a peer now. Under the lock."""
+        return peer.state is _READY and peer.joins and not self.closed
+
+    def lanes(self) -> list[PeerLane]:
+        """Return all lanes. Under the lock."""
+        return [lane for peer in self._peers for lane in peer.lanes.values()]
+
     def _check_open(self) -> None:
-        if self._closed:
+        if self.closed:
             msg = "this bus is closed"
             raise TransportError(msg)
 

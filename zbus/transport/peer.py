@@ -18,7 +18,7 @@ from zbus.ids import WorkerName
 from zbus.protocol.caller import CallerLane
 from zbus.protocol.frames import FrameError, VersionMismatch
 from zbus.protocol.liveness import LinkMachine, LinkState
-from zbus.protocol.messages import PROTOCOL_VERSION, Buffer, Header, Kind, Status
+from zbus.protocol.messages import PROTOCOL_VERSION, Buffer, Buffers, Header, Kind, Status
 from zbus.transport.arrivals import Arrivals
 from zbus.transport.carrier import NOWHERE, Reach
 from zbus.transport.channel import Channel
@@ -27,6 +27,7 @@ from zbus.transport.waiters import Waiters
 
 if TYPE_CHECKING:
     from zbus.transport.client import Client
+    from zbus.transport.soon import Awaited
 
 __all__ = ["Exchange", "Link", "Peer", "PeerLane", "PeerState"]
 
@@ -60,13 +61,15 @@ _RANK: Final = {
 class PeerLane:
     """One lane of a peer: its machine, and who waits for which seq."""
 
-    __slots__ = ("arrivals", "gangs", "link", "machine", "waiters", "wanted")
+    __slots__ = ("arrivals", "gangs", "link", "machine", "pile", "piled_ns", "waiters", "wanted")
 
     def __init__(self, machine: CallerLane, link: Link) -> None:
         self.machine = machine
         self.link = link
         self.waiters = Waiters()
         self.arrivals: Arrivals | None = None  # answers whose arrays are on their way
+        self.pile: list[tuple[Buffers, int | None, Awaited]] = []  # calls that leave together; see ``soon``
+        self.piled_ns = 0  # since when there is a pile
         self.wanted = False  # somebody found it crowded, or was about to look
         self.gangs: dict[int, Callable[[], None]] = {}  # told that the callee holds the request and waits for GO
 
@@ -225,6 +228,7 @@ class Link:
         again = not self.machine.welcomed(now)
         self.peer.welcome.update(welcome)
         self.peer.reach = Reach.told(welcome)
+        self.peer.joins = welcome.get("joins") is True
         asked, met = welcome.get("t_hello"), welcome.get("t")
         if type(asked) is int and type(met) is int and 0 < asked <= now:
             self.client.on_exchange(self.peer, (asked, met, met, now))
@@ -278,6 +282,7 @@ class Peer:
         state: See ``PeerState``.
         welcome: What the worker said of itself in its WELCOME (pid, host, …); empty before.
         reach: Where its arrays can be read, by the same word.
+        joins: Whether it takes calls that travel together, by the same word.
         had_calls: Whether a call was out when the incarnation ended; its outcome tells of the end.
         lost: Why it is taken for dead although it may come back, and the evidence; None: it is not.
     """
@@ -289,6 +294,7 @@ class Peer:
         self.reach = NOWHERE
         self.state = PeerState.CONNECTING
         self.had_calls = False
+        self.joins = False
         self.lost: tuple[str, str] | None = None
         self._client = client
         self.links: dict[str, Link] = {}

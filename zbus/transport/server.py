@@ -25,6 +25,7 @@ from zbus.clock import SYSTEM_CLOCK, Clock
 from zbus.ids import WorkerName
 from zbus.protocol.callee import Callee, Orphan
 from zbus.protocol.frames import FrameError
+from zbus.protocol.joining import JoinedResults
 from zbus.protocol.messages import (
     PROTOCOL_VERSION,
     Buffer,
@@ -54,6 +55,11 @@ TAKEOVER_S: Final = 0.002
 
 _FLUSH_S: Final = 0.02
 """How long a result of a batch waits at most for the end of a long call behind it."""
+
+_JOIN_NS: Final = 1_000_000
+_JOIN_CALLS: Final = 16
+"""The result of a call behind which others stand waits for theirs at most so long, and for at most so many: a worker that
+dies takes along no more of them than a group may run once more at once (``zbus.retry.TokenBucket``)."""
 
 _AWAKE_S: Final = 0.1
 _SLEEP_S: Final = 30.0
@@ -152,6 +158,8 @@ class Server:
         self._reaches: dict[bytes, Reach] = {}
         self._ready: deque[Execute] = deque()
         self._held: _Held | None = None
+        self._joined = JoinedResults()
+        self._joined_since = 0
         self._busy_since: int | None = None
         self._takeover = False
         self._bus_awake = False
@@ -219,7 +227,7 @@ class Server:
             while ready:
                 request = ready[0]
                 try:
-                    self._begin_busy(request.arrived_ns)
+                    self._begin_busy(self._now())  # not since it arrived: it may have stood behind others
                     ready.popleft()  # as late as can be: what a signal handler raises before leaves the request here
                     run(request)
                 except BaseException as error:
@@ -273,6 +281,10 @@ class Server:
                 request.session, lane, request.seq + index, kind, status, buffers, now, chunks=chunks
             )
             channel = self._channels.get(self._link_of_lane.get(lane, "main"))
+            if len(effects) == 2 and self._joins(request, effects, now):  # its result, and what is next
+                return
+            if self._joined:
+                self._send_joined()
             if channel is not None and len(effects) == 1 and type(effects[0]) is SendTo:  # as most end
                 channel.send(*effects[0])
             else:
@@ -281,6 +293,33 @@ class Server:
                 channel.check()
         if trap is not None:
             trap("after_reply")
+
+    def _joins(self, request: Execute, effects: Sequence[Effect], now: int) -> bool:
+        """Begin what stands behind a call of the main thread, and let its result wait for the next one's if it may.
+
+        Only where the caller sends calls together. The bus thread sends what waits once a call turns out to be long.
+        """
+        result, following = effects
+        if request.lane != "main" or type(result) is not SendTo or type(following) is not Execute:
+            return False
+        if following.lane != "main" or failpoints.active is not None or not self.callee.joins(request.session, "main"):
+            return False
+        joined = self._joined
+        if not joined:
+            self._joined_since = now
+        if not joined.add(result):
+            return False
+        self._ready.append(following)
+        if len(joined) >= _JOIN_CALLS or now - self._joined_since >= _JOIN_NS:
+            self._send_joined()
+            self._check_after_send("main")
+        return True
+
+    def _send_joined(self) -> None:
+        """Send the results that wait for each other."""
+        result = self._joined.take()
+        if result is not None:
+            self._do((result,))
 
     def unanswered(self, request: Execute) -> list[int]:
         """Send what of a running request is held, and return which of its calls then have no answer. Main thread."""
@@ -327,6 +366,7 @@ class Server:
         """Send what was held back before a call that turns out to be long. On the bus thread."""
         with self.lock:
             self._flush(self._now())
+            self._send_joined()
             self._check_all()
 
     def reach_of(self, session: bytes) -> Reach:
@@ -351,6 +391,7 @@ class Server:
     def drain(self) -> None:
         """Start nothing more; queued requests end as not executed."""
         with gate, self.lock:
+            self._send_joined()
             self._do(self.callee.drain())
             self._check_all()
 
@@ -450,6 +491,10 @@ class Server:
         self._last_busy = time.monotonic()
         if self._held is not None:  # a signal handler ended the request before its last call
             self.flush(over=True)
+        if self._joined and not self._ready:  # likewise: what should have come behind it does not
+            with gate, self.lock:
+                self._send_joined()
+                self._check_after_send("main")
         if self._takeover:
             with gate, self.lock:
                 self._takeover = False
@@ -466,6 +511,7 @@ class Server:
                 return
             self._takeover = True
             self._flush(self._now())
+            self._send_joined()
             self._bus.register(self._main.fileno(), self._main_from_bus)
             channel.take_all()
             self._do(self.callee.announce("main"))
@@ -564,6 +610,7 @@ class Server:
             "rank": self.name.rank,
             "protocol": PROTOCOL_VERSION,
             "lanes": self.callee.lane_cursors(header.session),
+            "joins": True,
             "t_hello": hello.get("t", 0),
             "t": now,
         }

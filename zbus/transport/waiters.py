@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from zbus.protocol.messages import Buffers, Chunk, Finish, Outcome, OutcomeKind, Results
+
+if TYPE_CHECKING:
+    from zbus.transport.soon import Awaited
 
 __all__ = ["ChunkSink", "ResultsSink", "Sink", "Waiters"]
 
@@ -34,15 +38,16 @@ class _Batch:
 class Waiters:
     """The sinks of one lane. Every call placed gets exactly one outcome, and is forgotten with it."""
 
-    __slots__ = ("batches", "chunks", "singles")
+    __slots__ = ("batches", "chunks", "singles", "soon")
 
     def __init__(self) -> None:
         self.singles: dict[int, tuple[Sink, int, int]] = {}
         self.batches: dict[int, _Batch] = {}  # by first seq, which rises
         self.chunks: dict[int, tuple[ChunkSink, int]] = {}
+        self.soon: dict[int, Awaited] = {}
 
     def __bool__(self) -> bool:
-        return bool(self.singles or self.batches)
+        return bool(self.singles or self.batches or self.soon)
 
     def add_batch(self, first: int, calls: int, member: int, sink: Sink, together: ResultsSink | None) -> None:
         """Have ``sink`` told of each of ``calls`` calls; ``together``, if given, of several that came well at once."""
@@ -57,6 +62,8 @@ class Waiters:
         if waits is not None:
             sink, member, call = waits
             sink(member, call, effect.outcome)
+        elif seq in self.soon:
+            _tell(self.soon.pop(seq), effect.outcome)
         else:
             batch = self._take(seq, 1)
             batch.sink(batch.member, seq - batch.first, effect.outcome)
@@ -64,6 +71,9 @@ class Waiters:
     def results(self, effect: Results) -> None:
         """Tell of several results. What a sink raises leaves once all are told."""
         _, seq, bodies, attempts = effect
+        if seq in self.soon:
+            self._results_of_several(seq, bodies, attempts)
+            return
         batch = self._take(seq, len(bodies))
         call = seq - batch.first
         if batch.together is not None:
@@ -76,6 +86,17 @@ class Waiters:
             except Exception as error:  # noqa: BLE001  # it leaves from here once all are told
                 raised = raised or error
             call += 1
+        if raised is not None:
+            raise raised
+
+    def _results_of_several(self, seq: int, bodies: Sequence[bytes], attempts: int) -> None:
+        """Tell of the results of calls that left together, each for itself."""
+        soon, raised = self.soon, None
+        for one, body in enumerate(bodies, seq):
+            try:
+                soon.pop(one).came(body, attempts)
+            except Exception as error:  # noqa: BLE001  # as in ``results``
+                raised = raised or error
         if raised is not None:
             raise raised
 
@@ -93,3 +114,11 @@ class Waiters:
         if not batch.left:
             del self.batches[batch.first]
         return batch
+
+
+def _tell(awaited: Awaited, outcome: Outcome) -> None:
+    payload = outcome.payload or ()
+    if outcome.kind is OutcomeKind.OK and len(payload) == 1 and type(payload[0]) is bytes:
+        awaited.came(payload[0], outcome.attempts)
+    else:
+        awaited.ended(outcome)

@@ -15,6 +15,7 @@ from zbus.protocol.frames import (
     VersionMismatch,
     decode,
     encode,
+    join_requests,
 )
 from zbus.protocol.messages import PROTOCOL_VERSION, Header, Kind, Status
 
@@ -53,6 +54,10 @@ MESSAGES = {
     ),
     "poised": (Header(Kind.PROGRESS, SESSION, 2, 7, "main", 44, status=Status.POISED), []),
     "go": (Header(Kind.GO, SESSION, 2, 7, "main", 44), []),
+    "requests that travel together": (
+        Header(Kind.REQ, SESSION, 2, 7, "main", 45, 2, status=Status.JOINED),
+        [join_requests([(30_000, b"body"), (0, b"body")])],
+    ),
 }
 
 

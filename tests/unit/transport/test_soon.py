@@ -1,0 +1,178 @@
+"""Calls that leave with those placed around them, over real sockets: when they leave, and what becomes of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from waiting import scaled, wait_until
+from zbus.codec import encode
+from zbus.ids import WorkerName
+from zbus.protocol.messages import Execute, Kind, Outcome, OutcomeKind, Status
+from zbus.transport.client import Client, Peer, PeerState
+from zbus.transport.server import Server
+from zbus.transport.sockets import SocketFactory
+from zbus.transport.soon import BUSY, MOST
+
+NAME = WorkerName("actor", 0)
+
+
+class Call:
+    """Waits for one call, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.began_ns = time.monotonic_ns()
+        self.seq = -1
+        self.told: list[bytes | Outcome | str] = []
+
+    def placed(self, seq: int) -> None:
+        self.seq = seq
+
+    def unplaced(self) -> None:
+        self.told.append("unplaced")
+
+    def came(self, body: bytes, _attempts: int) -> None:
+        self.told.append(body)
+
+    def ended(self, outcome: Outcome) -> None:
+        self.told.append(outcome)
+
+
+class Worker:
+    """A server whose main thread waits for ``go`` in each call, and notes the order."""
+
+    def __init__(self, factory: SocketFactory, directory: Path) -> None:
+        self.go = threading.Event()
+        self.ran: list[int] = []
+        self.server = Server(name=NAME, incarnation=1, factory=factory, lanes={"main": 1}, dispatch=self.run)
+        self.endpoint = self.server.bind("main", f"ipc://{directory}/worker")
+        self.server.start()
+        self.thread = threading.Thread(target=self.server.run, args=(self.run,))
+        self.thread.start()
+
+    def run(self, request: Execute) -> None:
+        self.go.wait(scaled(30))
+        self.ran.append(request.seq)
+        self.server.finish(request, 0, Kind.RESULT, Status.OK, encode(request.seq))
+
+    def close(self) -> None:
+        self.go.set()
+        self.server.stop()
+        self.thread.join(scaled(10))
+        self.server.close()
+
+
+@pytest.fixture
+def worker(factory: SocketFactory, tmp_path: Path) -> Iterator[Worker]:
+    """Serve until the test ends."""
+    worker = Worker(factory, tmp_path)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def peer(client: Client, worker: Worker) -> Peer:
+    """Return the worker as the client sees it, behind one call."""
+    peer = client.connect(NAME, 1, {"main": [worker.endpoint]})
+    assert client.wait(lambda: peer.state is PeerState.READY, scaled(10))
+    told: list[Outcome] = []
+    worker.go.set()
+    client.place([peer], "main", [encode(0)], 1, deadline_s=None, sink=lambda *one: told.append(one[2]))
+    assert client.wait(lambda: bool(told), scaled(10))
+    worker.go.clear()
+    return peer
+
+
+def place(client: Client, peer: Peer, count: int) -> list[Call]:
+    """Place so many calls, none of which is refused."""
+    calls = [Call() for _ in range(count)]
+    for call in calls:
+        assert client.soon.place(peer, "main", encode(0), None, call)
+    return calls
+
+
+def piled(peer: Peer) -> int:
+    """Return how many calls wait to leave together."""
+    return len(peer.lanes["main"].pile)
+
+
+def test_calls_to_a_worker_with_little_to_do_leave_at_once(client: Client, peer: Peer) -> None:
+    """Each has its place when ``place`` returns: nothing waits for company."""
+    calls = place(client, peer, BUSY)
+    assert [call.seq for call in calls] == list(range(1, BUSY + 1))
+    assert not piled(peer)
+
+
+def test_calls_to_a_busy_worker_leave_together_in_their_order(client: Client, peer: Peer, worker: Worker) -> None:
+    """As soon as there are enough, or when a thread begins to wait; each is answered."""
+    with client.reactor.lock:  # whoever drives the sockets comes behind this
+        calls = place(client, peer, BUSY + MOST + 3)
+        assert [call.seq for call in calls] == [*range(1, BUSY + MOST + 1), -1, -1, -1]
+        assert piled(peer) == 3
+    worker.go.set()
+    assert client.wait(lambda: all(call.told for call in calls), scaled(10))
+    assert [call.told for call in calls] == [[bytes(encode(call.seq)[0])] for call in calls]
+    assert worker.ran == list(range(BUSY + MOST + 4))
+
+
+def test_piled_calls_leave_though_nobody_waits_or_places_more(client: Client, peer: Peer) -> None:
+    """The thread that drives the sockets when nobody waits sends them."""
+    calls = place(client, peer, BUSY + 3)
+    wait_until(lambda: all(call.seq >= 0 for call in calls), what="the piled calls to leave")
+
+
+def test_what_is_placed_otherwise_comes_behind_what_is_piled(client: Client, peer: Peer) -> None:
+    """The lane keeps the order in which calls were made, in whatever way."""
+    with client.reactor.lock:
+        calls = place(client, peer, BUSY + 3)
+        placed = client.place([peer], "main", [encode(0)], 1, deadline_s=None, sink=lambda *_: None)
+    assert placed.seqs[0] == calls[-1].seq + 1 == BUSY + 4
+
+
+def test_calls_piled_for_a_worker_that_is_lost_are_told_so(client: Client, peer: Peer) -> None:
+    """They were not sent; whoever waits for them decides what becomes of them."""
+    with client.reactor.lock:
+        calls = place(client, peer, BUSY + 3)
+        client.declare_dead(peer, reason="worker_exit", evidence="it was killed")
+        assert not client.soon.place(peer, "main", encode(0), None, Call())
+    assert [call.told for call in calls[BUSY:]] == [["unplaced"]] * 3
+    assert all(isinstance(call.told[0], Outcome) for call in calls[:BUSY])
+
+
+def test_calls_that_are_piled_when_the_bus_closes_are_not_executed(client: Client, peer: Peer) -> None:
+    """Each has its outcome, and it is proved."""
+    with client.reactor.lock:
+        calls = place(client, peer, BUSY + 3)
+        client.close()
+    ends = [call.told[0] for call in calls[BUSY:]]
+    assert [(end.kind, end.reason) for end in ends if isinstance(end, Outcome)] == [
+        (OutcomeKind.NOT_EXECUTED, "shutdown")
+    ] * 3
+
+
+def test_nothing_is_piled_for_a_worker_that_knows_no_joined_calls(client: Client, peer: Peer) -> None:
+    """Its WELCOME does not say that it takes them; the usual way is left."""
+    peer.joins = False
+    assert not client.soon.place(peer, "main", encode(0), None, Call())
+
+
+def test_nothing_is_piled_beyond_the_window(client: Client, peer: Peer) -> None:
+    """A call that had to wait for room is refused here: its caller waits instead."""
+    window = peer.lanes["main"].machine.window_calls
+    placed = 0
+    while client.soon.place(peer, "main", encode(0), None, Call()):
+        placed += 1
+        client.soon.send_all()
+        assert placed <= window
+    assert window - MOST <= placed <= window
+
+
+def test_calls_that_are_out_for_long_are_found(client: Client, peer: Peer) -> None:
+    """So that somebody watches them, though nobody waits."""
+    calls = place(client, peer, 3)
+    assert client.soon.older_than(0) == calls
+    assert client.soon.older_than(3_600_000_000_000) == []
