@@ -58,8 +58,8 @@ _FLUSH_S: Final = 0.02
 
 _JOIN_NS: Final = 1_000_000
 _JOIN_CALLS: Final = 16
-"""The result of a call behind which others stand waits for theirs at most so long, and for at most so many: a worker that
-dies takes along no more of them than a group may run once more at once (``zbus.retry.TokenBucket``)."""
+"""The result of a call behind which others stand waits for theirs at most so long, and for at most so many: a worker
+that dies takes along no more of them than a group may run once more at once (``zbus.retry.TokenBucket``)."""
 
 _AWAKE_S: Final = 0.1
 _SLEEP_S: Final = 30.0
