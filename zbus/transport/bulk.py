@@ -33,8 +33,8 @@ __all__ = ["PIECE", "WINDOW", "Bulk", "Pull", "PullFailed", "Range"]
 
 log = logging.getLogger("zbus.bulk")
 
-PIECE: Final = 1 << 20
-WINDOW: Final = 4 << 20
+PIECE: Final = 2 << 20
+WINDOW: Final = 8 << 20
 """Bytes of one ASK, and of all that are out towards one owner; measured in ``docs/decisions/bulk-data.md``."""
 
 _IDLE_NS: Final = 60_000_000_000

@@ -21,7 +21,7 @@ __all__ = ["Counter"]
 
 _BURST: Final = 32
 _MOST_PARKED: Final = 64
-"""Answers that wait for one peer; an honest one has a window of 4 MiB, so never as many are out."""
+"""Answers that wait for one peer; an honest one has a window of 8 MiB, so never as many are out."""
 
 _AGAIN_NS: Final = 1_000_000_000
 """How often what is parked is tried, whatever the socket tells."""
