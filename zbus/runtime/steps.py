@@ -96,7 +96,9 @@ class Step:
     special: Special | None = None
     value: Any = None
     well = False
-    _begun = _marked = _refused = False
+    _begun = False
+    _marked = False
+    _refused = False
     _stream: RunningStream | None = None
 
     def __init__(
