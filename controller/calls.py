@@ -243,7 +243,7 @@ class Method(Generic[P, T]):
     def map(
         self,
         items: Iterable[Any],
-        *,
+        *more: Iterable[Any],
         order: Literal["input", "done"] = "input",
         deadline: float | str | None = None,
         errors: Literal["raise", "return"] = "raise",
@@ -253,6 +253,8 @@ class Method(Generic[P, T]):
 
         Args:
             items: One argument per call; may be endless, it is read as answers come.
+            more: Further arguments of each call, as in Python's ``map``: ``generate.map(prompts, samplings)``. It ends
+                with the shortest, such as of ``itertools.repeat(sampling)``.
             order: ``"input"``: answers in the order of the items. ``"done"``: as they come.
             deadline: Of each call, from its start: seconds or text.
             errors: ``"raise"``: a failed call raises at its place, and what has not started is cancelled.
@@ -260,9 +262,9 @@ class Method(Generic[P, T]):
             max_in_flight: Most calls out at once; default twice what the ranks run at once.
 
         Raises:
-            ConfigError: The endpoint's dispatch is not ``AnyOne``.
+            ConfigError: The endpoint's dispatch is not ``AnyOne``, or lists of arguments differ in length.
         """
-        from controller.mapping import MapFuture
+        from controller.mapping import MapFuture, columns
 
         if not isinstance(self.spec.dispatch, AnyOne):
             msg = f"endpoint `{self.spec.name}` is not AnyOne, so its calls cannot be spread by map"
@@ -270,8 +272,8 @@ class Method(Generic[P, T]):
         method = self if deadline is None else self.options(deadline=deadline)
         limit = max_in_flight or 2 * (self.spec.concurrency or 1) * len(self._view.ranks)
         return MapFuture(
-            lambda item: method.start((item,), {}, snapshot=True),
-            items,
+            lambda arguments: method.start(arguments, {}, snapshot=True),
+            columns(self.spec.name, (items, *more)),
             placer=self._view.core.placer,
             order=order,
             errors=errors,

@@ -6,20 +6,35 @@ import asyncio
 import contextvars
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sized
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence, Sized
 from typing import Any, Final, Generic, Literal, TypeVar
 
 from controller.futures import BatchFuture
 from controller.outcomes import WaitTimeout, batch_error
 from controller.placer import Placer, loop_driver, wake
+from zbus.errors import ConfigError
 
-__all__ = ["MapFuture"]
+__all__ = ["MapFuture", "columns"]
 
 T = TypeVar("T")
 
 _END: Final[Any] = object()
 _READ_AHEAD: Final = 4
 """How many times the limit is read ahead of the reader when the items have no known end."""
+
+
+def columns(method: str, given: Sequence[Iterable[Any]]) -> Iterable[tuple[Any, ...]]:
+    """Return the arguments of each call of a map; of a known number where all that is given has one.
+
+    Raises:
+        ConfigError: What is given differs in length.
+    """
+    lengths = [len(column) for column in given if isinstance(column, Sized)]
+    if len(set(lengths)) > 1:
+        msg = f"`{method}.map` got {' and '.join(map(str, lengths))} items, which make no calls together"
+        raise ConfigError(msg, hint="give one item of each per call, or itertools.repeat(value)")
+    rows = zip(*given, strict=False)
+    return list(rows) if len(lengths) == len(given) else rows
 
 
 class MapFuture(Generic[T]):
@@ -29,7 +44,7 @@ class MapFuture(Generic[T]):
 
     Args:
         start: Places the call of one item.
-        items: What to call with; read only as far as calls are started.
+        items: What to call with, such as of ``columns``; read only as far as calls are started.
         placer: What carries the calls.
         order: ``"input"`` or ``"done"``.
         errors: ``"raise"`` or ``"return"``.

@@ -134,7 +134,7 @@ class RolloutController:
             ConfigError: No such workflow.
         """
         job = self._operations.job(workflow, should_accept)
-        return self._loop.run(self._operations.submit(data, job, timeout))
+        return self._loop.run(self._operations.submit(data, job, timeout), self._driver.withdraw)
 
     def wait(self, count: int, timeout: float | None = None) -> list[Rollout]:
         """Take ``count`` finished rollouts of ``submit``, however they ended, each once, the lowest number first.
@@ -375,7 +375,10 @@ class RolloutController:
         self.bus.save_perf_tracer(step, force)
 
     def destroy(self) -> None:
-        """Cancel every rollout, end the thread and reward processes; who waits is told. Idempotent. The ranks stay."""
+        """Cancel every rollout, end the thread and reward processes; who waits is told. Idempotent. The ranks stay.
+
+        A workflow that blocks the loop, such as by ``time.sleep``, is named in the log and left behind.
+        """
         self._parts.close()
 
     def __enter__(self) -> Self:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from controller.group import Group
 from controller.outcomes import spans
 from controller.stuck import answer_of
+from controller.train_aio import AsyncTraining
 from controller.trajectories import as_batch, fill_up, per_item, rows_of
 from zbus.config import sync_to_disk
 from zbus.engine import Mesh, Split
@@ -69,6 +70,7 @@ class TrainController:
 
     Attributes:
         stats: What this controller records of its calls; ``export_stats`` hands it over with what the ranks recorded.
+        aio: The same operations to be awaited: ``await train.aio.train_batch(batch)``.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class TrainController:
         for name, spec in self.group.endpoints.items():
             if name in _OWN and (name not in ours or spec.parameters != ours[name].parameters):
                 self.__dict__[name] = getattr(self.group, name)
+        self.aio = AsyncTraining(self)
 
     def __getattr__(self, name: str) -> Any:
         """Return an endpoint of the engine."""

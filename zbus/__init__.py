@@ -14,8 +14,9 @@ Every public name is loaded on first use, so ``import zbus`` costs next to nothi
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from zbus.lazy import loaders
 
 if TYPE_CHECKING:
     from zbus.codec import JoinedRef as JoinedRef
@@ -128,17 +129,4 @@ __all__ = [  # noqa: PLE0604  # computed from the one table; a test checks each 
     *_HOME_OF,
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Load a public name from its home on first use (PEP 562) and keep it."""
-    home = _HOME_OF.get(name)
-    if home is None:
-        msg = f"module 'zbus' has no attribute {name!r}"
-        raise AttributeError(msg, name=name, obj=importlib.import_module(__name__))
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+__getattr__, __dir__ = loaders(__name__, _HOME_OF)

@@ -23,7 +23,8 @@ class AsyncRollouts:
     """``RolloutController.aio``: each method as the blocking one of the same name, to be awaited on any running loop.
 
     Cancelling an await ends the wait and nothing else: what it would have taken stays for the next one. Only
-    ``rollout_batch`` cancels its rollouts, since nobody else could take them.
+    ``rollout_batch`` cancels its rollouts and ``submit`` withdraws the one it had queued, since nobody else could take
+    them.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -36,10 +37,10 @@ class AsyncRollouts:
         should_accept: Accept | None = None,
         timeout: float | None = None,  # noqa: ASYNC109  # the blocking twin's parameter
     ) -> int:
-        """As ``RolloutController.submit``."""
+        """As ``RolloutController.submit``; a cancelled await submits nothing."""
         parts = self._parts
         job = parts.operations.job(workflow, should_accept)
-        return await parts.loop.aio(parts.operations.submit(data, job, timeout))
+        return await parts.loop.aio(parts.operations.submit(data, job, timeout), parts.driver.withdraw)
 
     async def wait(self, count: int, timeout: float | None = None) -> list[Rollout]:  # noqa: ASYNC109  # as above
         """As ``RolloutController.wait``."""

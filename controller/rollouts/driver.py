@@ -170,6 +170,12 @@ class Driver:
         self.tasks.abandon(owner)
         self.cancel(tasks)
 
+    def withdraw(self, number: int) -> None:
+        """Undo a submission whose number nobody got."""
+        for task in [one for one in self.tasks.open() if one.number == number]:
+            self.tasks.disown(task)
+            self.cancel([task])
+
     def pause(self, *, paused: bool) -> None:
         """Start nothing more, or go on."""
         self.tasks.paused = paused

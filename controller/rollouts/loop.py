@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -21,6 +24,13 @@ __all__ = ["OwnLoop"]
 
 _GRACE_S: Final = 1.0
 """How long what was cancelled has to end when the loop is closed."""
+
+_CLOSE_S: Final = 15.0
+"""How long closing may take as a whole; what is cancelled in order has 5 s and then twice the grace."""
+
+_FRAMES: Final = 3
+
+log = logging.getLogger("zbus.rollout")
 
 T = TypeVar("T")
 
@@ -38,6 +48,7 @@ class OwnLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._open: set[Future[Any]] = set()  # operations whose callers wait
 
     def run(self, operation: Coroutine[Any, Any, T], undo: Callable[[T], object] | None = None) -> T:
         """Run an operation on the loop and block until it has ended; an interrupt of this thread ends it.
@@ -70,19 +81,36 @@ class OwnLoop:
             self._give_up(future, undo)
             raise
 
-    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run ``last``, end what still runs, stop the thread. Idempotent; not from the loop's own thread."""
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]], limit_s: float = _CLOSE_S) -> None:
+        """Run ``last``, end what still runs, stop the thread. Idempotent; not from the loop's own thread.
+
+        Args:
+            last: What ends in order what runs.
+            limit_s: Seconds until the thread is left behind: something on the loop blocks it, and is named in the log.
+        """
         with self._lock:
             closed, self._closed = self._closed, True
             loop, thread = self._loop, self._thread
         if closed or loop is None or thread is None:
             return
-        asyncio.run_coroutine_threadsafe(_wind_up(last), loop).result()
+        ending = asyncio.run_coroutine_threadsafe(_wind_up(last), loop)
+        if not wait([ending], limit_s).done:
+            log.error("%s does not end within %g s and is left behind: %s", self._name, limit_s, _place_of(thread))
+            self._tell_those_who_wait()
+            ending.add_done_callback(lambda _: loop.stop())  # it ends in order once nothing blocks it any more
+            return
+        ending.result()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
-        loop.close()
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _tell_those_who_wait(self) -> None:
+        with self._lock:
+            open_ = list(self._open)
+        for future in open_:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(_destroyed())
 
     def _begin(self, operation: Coroutine[Any, Any, T], undo: Callable[[T], object] | None) -> Future[T]:
         future: Future[T] = Future()
@@ -95,10 +123,12 @@ class OwnLoop:
         try:
             with self._lock:  # it is begun before `close` looks for what still runs, or refused
                 loop = self._running()
+                self._open.add(future)
                 loop.call_soon_threadsafe(start)
         except BaseException:
             operation.close()
             raise
+        future.add_done_callback(self._open.discard)
         return future
 
     def _give_up(self, future: Future[T], undo: Callable[[T], object] | None) -> None:
@@ -117,7 +147,7 @@ class OwnLoop:
             raise ConfigError(msg, hint="make a new one")
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=_serve, args=(self._loop,), name=self._name, daemon=True)
             self._thread.start()
         return self._loop
 
@@ -125,15 +155,36 @@ class OwnLoop:
 def _hand_over(future: Future[T], undo: Callable[[T], object] | None, task: asyncio.Task[T]) -> None:
     """Give what an operation came to to its caller; after this moment, no cancel is possible. On the loop."""
     error = None if task.cancelled() else task.exception()
+    if future.done() and not future.cancelled():  # it was told that the loop is left behind
+        return
     if not future.set_running_or_notify_cancel():
         if undo is not None and error is None and not task.cancelled():
             undo(task.result())
     elif task.cancelled():
-        future.set_exception(ConfigError("the rollout controller was destroyed meanwhile", hint="make a new one"))
+        future.set_exception(_destroyed())
     elif error is not None:
         future.set_exception(error)
     else:
         future.set_result(task.result())
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _destroyed() -> ConfigError:
+    return ConfigError("the rollout controller was destroyed meanwhile", hint="make a new one")
+
+
+def _place_of(thread: threading.Thread) -> str:
+    """Say what blocks a thread: the innermost frames of it, the outermost first."""
+    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001  # there is no public way to look at a thread
+    places = [] if frame is None else traceback.extract_stack(frame)[-_FRAMES:]
+    blocked = " > ".join(f"{place.filename}:{place.lineno} in {place.name}" for place in places)
+    return blocked or "its thread is at no line of Python"
 
 
 async def _wind_up(last: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -163,6 +163,13 @@ class Tasks:
         store.ready = []
         self._clear(owner, store)
 
+    def disown(self, task: Task) -> None:
+        """Nobody takes this task: it goes as it ends, or now if it has ended."""
+        task.abandoned = True
+        if task.state is State.READY:
+            self._forgotten(task)
+            self.take_these([task])
+
     def advance(self, version: int) -> None:
         """A new version counts: what is too old by now is STALE, and what it held is free for others.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 from controller.group import Group
+from controller.weights.aio import AsyncWeights
 from controller.weights.operations import Operations
 from controller.weights.options import Limits, Listener, UpdateReport, Way
 from zbus.errors import ConfigError
@@ -89,6 +90,9 @@ class WeightSync:
         directory: Where ``disk`` writes; old versions in it are removed.
         limits: Deadlines.
 
+    Attributes:
+        aio: The same operations to be awaited: ``await sync.aio.update()``.
+
     Raises:
         ConfigError: An engine lacks an endpoint, or an argument cannot be.
     """
@@ -121,6 +125,7 @@ class WeightSync:
             listener=listener,
         )
         _check(self._operations, has_directory=directory is not None)
+        self.aio = AsyncWeights(self, f"zbus-weights-{self._operations.rollout.role}")
 
     def __repr__(self) -> str:
         train, rollout = self._operations.train.role, self._operations.rollout.role

@@ -6,8 +6,9 @@ the controllers in ``controller.train`` and ``controller.rollout`` call the endp
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from zbus.lazy import loaders
 
 if TYPE_CHECKING:
     from zbus.rl.generation import Completion as Completion
@@ -36,17 +37,4 @@ _HOME_OF: Final = {name: home for home, names in _HOMES.items() for name in name
 
 __all__ = [*_HOME_OF]  # noqa: PLE0604  # computed from the one table; a test checks each name against its home
 
-
-def __getattr__(name: str) -> Any:
-    """Load a public name from its home on first use (PEP 562) and keep it."""
-    home = _HOME_OF.get(name)
-    if home is None:
-        msg = f"module 'zbus.rl' has no attribute {name!r}"
-        raise AttributeError(msg, name=name, obj=importlib.import_module(__name__))
-    value = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+__getattr__, __dir__ = loaders(__name__, _HOME_OF)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from collections import Counter
 
@@ -40,7 +41,7 @@ class Actor(zbus.Engine):
     async def generate(self, prompt): ...
 
     @zbus.endpoint(AnyOne(), lane="gen")
-    async def once(self, prompt): ...
+    async def once(self, prompt, sampling=None): ...
 
     @zbus.endpoint(AnyOne(), lane="gen")
     async def tokens(self, prompt):
@@ -298,6 +299,16 @@ def test_map_bounds_what_is_out_and_keeps_input_order():
     for number in (5, 4, 3):
         placer.requests[number].answer(ok(number))
     assert answers.result(timeout=10) == [0, 1, 2, 3, 4, 5]
+
+
+def test_map_takes_several_arguments_per_call_as_pythons_map_does():
+    """One of each per call; what never ends is read with the rest, and lists that do not fit are refused at once."""
+    group, placer, _ = make_group(Actor, 2)
+    placer.auto = lambda request: request.answer(ok(list(request.calls[0][1])))
+    assert group.once.map(["a", "b"], [1, 2]).result(timeout=10) == [["a", 1], ["b", 2]]
+    assert group.once.map(["a", "b"], itertools.repeat(3)).result(timeout=10) == [["a", 3], ["b", 3]]
+    with pytest.raises(ConfigError, match=r"`once\.map` got 2 and 1 items"):
+        group.once.map(["a", "b"], [1])
 
 
 def test_map_refills_while_nobody_looks():

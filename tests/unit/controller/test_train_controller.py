@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,6 +111,22 @@ def test_ten_rows_over_three_ranks_are_four_three_and_three(make):
     report = train.train_batch({"x": np.arange(10)}, split=Split("dp"))
     assert rows_of(train) == [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
     assert report["loss"] == 4.5
+
+
+def test_every_operation_can_be_awaited(make):
+    """``aio`` has the blocking methods, with the same results, in the order in which they are awaited."""
+    train = make()
+
+    async def main():
+        await train.aio.initialize()
+        report, _ = await asyncio.gather(
+            train.aio.train_batch({"x": np.arange(10)}, split=Split("dp")), train.aio.set_version(3)
+        )
+        return report["loss"], await train.aio.get_version(), await train.aio.destroy()
+
+    assert asyncio.run(main()) == (4.5, 3, {})
+    public = {name for name in vars(TrainController) if not name.startswith("_") and callable(getattr(train, name))}
+    assert vars(train.aio).keys() == public - {"config_perf_tracer", "save_perf_tracer"}
 
 
 def test_fewer_rows_than_ranks_leave_empty_shares(make):

@@ -15,6 +15,7 @@ from workers.engines.weights.tensors import bytes_of, info_of, tensors_of
 from zbus.errors import ConfigError
 from zbus.rl import Completion, Sampling, VersionSpan
 from zbus.rl.weights import digest, offsets
+from zbus.trace.tracer import Tracer
 
 GREEDY = Sampling(max_tokens=12, temperature=0)
 
@@ -299,6 +300,25 @@ def test_a_frozen_answer_goes_on_with_new_weights_and_says_which_made_what(engin
     np.testing.assert_allclose(answer.logprobs[5:], np.float32(logprobs), rtol=1e-6)
     assert answer.versions == (VersionSpan(0, 0, 5), VersionSpan(7, 5, 12))
     assert answer.oldest == 0
+
+
+def test_an_answer_that_is_computed_anew_has_waited_in_the_queue_once(engine, run, monkeypatch):
+    """With new weights its prompt is computed again; the trace shows the wait before its first token alone."""
+    tracer = Tracer("rollout", 0)
+    tracer.set_level("full")
+    monkeypatch.setattr("workers.engines.generate.decoder.get_tracer", lambda: tracer)
+    one = engine("Held")
+    _, pieces, wanted = with_other_weights(one, 99)
+
+    async def story() -> Completion:
+        first = await held(one, 5, [1, 2, 3], GREEDY)
+        await paused(one, "keep")
+        one.update_weights(pieces, 7, wanted)
+        one.resume()
+        return await first
+
+    assert len(run(story()).versions) == 2
+    assert [record[1] for ring in tracer._rings for record in ring.items].count("queue") == 1
 
 
 def test_torn_weights_make_no_token(engine, run):

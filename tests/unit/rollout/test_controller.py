@@ -203,6 +203,32 @@ def test_a_cancelled_wait_loses_nothing(made, delay):
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_submission_whose_await_is_cancelled_leaves_nothing_open(made, ended):
+    """Its caller has no number to take it by: it is withdrawn, whether it has run meanwhile or not."""
+    rollout = made()
+    if not ended:
+        rollout.pause()
+
+    async def story() -> None:
+        waiting = asyncio.create_task(rollout.aio.submit("a", "spell"))
+        await asyncio.sleep(0)
+        rollout.stale()  # blocks this loop until it was queued
+        if ended:
+            wait_until(lambda: rollout._driver.tasks.tally("submit") == (0, 0, 1), what="its end")
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert waiting.cancelled()
+
+    asyncio.run(story())
+    rollout.resume()
+    wait_until(lambda: not rollout._driver.tasks.open(), what="it to be gone")
+    with pytest.raises(ValueError, match="0 are open"):
+        rollout.wait(1)
+    assert rollout.submit("b", "spell") == 1
+    assert [one.data for one in rollout.wait(1, timeout=scaled(20))] == ["b"]
+
+
 def test_every_way_to_end_is_an_outcome_of_its_own(made):
     """B49: rejected by the workflow, by the filter, failed, cancelled, accepted: never one None for all."""
     rollout, gate = made(), Gated()

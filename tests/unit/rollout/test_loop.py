@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+import time
 
 import pytest
 
@@ -112,3 +114,33 @@ def test_a_closed_loop_tells_who_waits_and_takes_nothing_more(loop):
     assert told == ["the rollout controller was destroyed meanwhile"]
     with pytest.raises(ConfigError, match="zbus-test-loop was destroyed"):
         loop.run(nothing())
+
+
+def test_what_blocks_the_loop_does_not_keep_it_from_being_closed(caplog):
+    """After the deadline the thread is left behind: the log names the line, and who waits is told."""
+    loop, gate, begun, told = OwnLoop("zbus-blocked-loop"), threading.Event(), threading.Event(), []
+
+    async def blocks() -> None:
+        begun.set()
+        gate.wait(scaled(60))
+
+    def caller() -> None:
+        with pytest.raises(ConfigError, match="destroyed"):
+            loop.run(blocks())
+        told.append(True)
+
+    thread = threading.Thread(target=caller)
+    thread.start()
+    assert begun.wait(scaled(20))
+    began = time.monotonic()
+    with caplog.at_level(logging.ERROR, "zbus.rollout"):
+        loop.close(nothing, limit_s=0.1)
+    assert time.monotonic() - began < scaled(20)
+    thread.join(scaled(20))
+    assert told == [True]
+    assert "zbus-blocked-loop does not end within 0.1 s and is left behind" in caplog.text
+    assert "test_loop.py" in caplog.text
+    assert "in blocks" in caplog.text
+    gate.set()
+    wait_until(lambda: "zbus-blocked-loop" not in {one.name for one in threading.enumerate()}, what="its end")
+    assert len(caplog.records) == 1

@@ -226,9 +226,10 @@ class Decoder:
         sequences = [[*request.prompt, *request.ids] for request in new]
         tokens = sum(map(len, sequences))
         tracer = get_tracer()
-        if tracer.on:
-            for request in new:
+        for request in new:
+            if tracer.on and request.queued:
                 tracer.append((SPAN, "queue", "scheduler", request.since_ns, begin, {"request": request.key}, None))
+            request.queued = False
         with trace.span("prefill", "compute", requests=len(new), tokens=tokens):
             self._rows.reserve(len(rows), longest)
             logits = self._rows.prefill(sequences)

@@ -73,6 +73,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)  # version, and the first token that it made
     since_ns: int = field(default_factory=time.monotonic_ns)
+    queued: bool = True  # it has not begun; computed anew later, it does not wait anew
     ended: bool = False
     suspected: bool = False
 
