@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.console import Style, clean, clip, shown
-from zbus.errors import BatchError, CallError, ConfigError, RemoteError, WorkerLost, ZbusError
+from zbus.errors import BatchError, CallError, ConfigError, RemoteError, RolloutError, WorkerLost, ZbusError
 
 __all__ = ["Block", "block_of", "error_json", "exit_code_of", "render_block", "render_error", "root_cause"]
 
@@ -70,6 +70,8 @@ def root_cause(error: BaseException) -> BaseException:
 def exit_code_of(error: BaseException) -> int:
     """Return the exit code a command ends with because of ``error``."""
     cause = root_cause(error)
+    if isinstance(cause, RolloutError) and getattr(cause.rollout, "outcome", None) == "lost":
+        return WorkerLost.exit_code
     if isinstance(cause, ZbusError):
         return cause.exit_code
     if isinstance(cause, KeyboardInterrupt):

@@ -103,17 +103,17 @@ class Job:
         if self.step >= self.warm:
             self.sync.update(version=state.version)
 
-    def keep(self, *, now: bool = False) -> None:
-        """Dump, if it is due."""
+    def keep(self, *, anew: bool = False) -> None:
+        """Dump, if it is due; ``anew``: in any case, also the step that was dumped last: more is known of it now."""
         extras = {"scores": self.scores, "rollout": self.rollout.state() if self.step > self.warm else {}}
-        self.recover.step(
+        dump = self.recover.dump if anew else self.recover.step
+        dump(
             RecoverState(
                 step=self.step,
                 version=self.rollout.get_version(),
                 metrics_step=self.metrics.last_step,
                 extras=extras,
-            ),
-            now=now,
+            )
         )
 
     def warm_start(self, table: LiveTable) -> None:
@@ -133,7 +133,7 @@ class Job:
         if "before" not in self.scores:
             self.sync.update()
             self.scores["before"] = self.examine()
-            self.keep(now=True)
+            self.keep(anew=True)
         began = last = time.monotonic()
         steps = grpo(
             self.train, self.rollout, self.sync, self.prompts,
@@ -162,8 +162,9 @@ class Job:
             )
             self.keep()
         self.seconds = time.monotonic() - began
-        self.scores["after"] = self.examine()
-        self.keep(now=True)
+        if "after" not in self.scores:
+            self.scores["after"] = self.examine()
+            self.keep(anew=True)
 
     def examine(self) -> float:
         """Return the mean reward of one sampled answer to each held-out word."""

@@ -7,6 +7,7 @@ import pytest
 
 from controller.console import Style, clean, clip, wants_color
 from controller.render import error_json, exit_code_of, render_error
+from controller.rollouts.results import Outcome, Rollout, error_of
 from zbus.errors import (
     BatchError,
     CallTimeout,
@@ -14,6 +15,7 @@ from zbus.errors import (
     EngineLoadError,
     NotExecuted,
     RemoteError,
+    RolloutError,
     StartupError,
     TrialError,
     Unavailable,
@@ -70,6 +72,11 @@ def remote_error() -> RemoteError:
         outcome="APP_ERROR",
         remote_traceback=TRACEBACK,
     )
+
+
+def rollout_error(outcome: str) -> RolloutError:
+    """Return the error of a rollout that ended so."""
+    return error_of(Rollout(task=3, outcome=Outcome(outcome), data=None, value=None, error=None, rank=1))
 
 
 def batch_error() -> BatchError:
@@ -195,6 +202,8 @@ def test_a_syntax_error_names_its_line():
         (StartupError("x"), 3),
         (worker_lost(), 4),
         (batch_error(), 4),
+        (rollout_error("lost"), 4),
+        (rollout_error("failed"), 1),
         (remote_error(), 1),
         (TrialError("x"), 8),
         (ValueError("x"), 1),
