@@ -98,3 +98,12 @@ class Lame(Cached):
         if tokens.shape[1] == 1:
             raise RuntimeError("no legs")
         return super().forward(tokens, cache)
+
+
+class Fatal(Cached):
+    """A model that ends the thread it runs on when it sees token 22."""
+
+    def forward(self, tokens: Tensor, cache: Any = None) -> Tensor:
+        if (tokens == VOCABULARY - 1).any():
+            raise SystemExit("token 22")
+        return super().forward(tokens, cache)

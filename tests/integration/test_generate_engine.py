@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from sidecar_kit import TrialFiles
 from waiting import scaled, wait_until
 from zbus.config import Config
 from zbus.config.schema import TraceConfig
-from zbus.errors import CallTimeout, RemoteError, RewardError
+from zbus.errors import CallTimeout, RemoteError, RewardError, WorkerLost
+from zbus.ids import WorkerName
 from zbus.registry.file import FileRegistry
 from zbus.registry.records import Records
 from zbus.rl import Completion, Episode, Sampling, VersionSpan
@@ -221,3 +223,17 @@ def test_a_killed_worker_leaves_no_reward_process_and_its_trace_shows_the_episod
     assert sum(span["args"]["tokens"] for span in trace.named("prefill")) == 4 * 2 * 2 + 1
     assert {event["args"]["rows"] for event in trace.named("generation")} <= set(range(1, 10))
     assert trace.named("generation")
+
+
+def test_a_rank_that_can_generate_no_more_ends_and_is_restarted(tmp_path: Path):
+    """The thread that computes is the rank: with it goes the process, so that restart policy and routing see it."""
+    role = replace(rollout(model="generate_models.py:Fatal"), restart="one")
+    with launch(tmp_path, {"rollout": role}) as bus:
+        group = bus.group("rollout")
+        before = bus.statuses()[WorkerName("rollout", 0)]["pid"]
+        with pytest.raises(WorkerLost) as caught:
+            group.options(retries=0).generate([1, 22], GREEDY)
+        assert caught.value.exit_code_of_worker == 70
+        wait_until(lambda: group.ready, 60, "the rank to be there again")
+        assert len(group.generate([1, 2], GREEDY).ids) == 8
+        assert bus.statuses()[WorkerName("rollout", 0)]["pid"] != before

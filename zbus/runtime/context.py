@@ -32,6 +32,7 @@ class Context:
         trial_dir: The trial directory.
         ports: Extra ports held for this rank (``port_count`` of its role); ``socket(i)`` hands the i-th over.
         env: The process's environment.
+        owns_process: Whether this process is the rank's own: where it ends, nobody else does.
     """
 
     role: str
@@ -49,6 +50,7 @@ class Context:
     torch_store_fd: int | None = None
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+    owns_process: bool = False
     _store: Any = None
     _joins: int = 0
     _joined: bool = False

@@ -458,6 +458,7 @@ class _Host:
             torch_store_fd=config.torch_store_fd,
             master_addr=config.master_addr,
             master_port=config.master_port,
+            owns_process=True,
             _empty=self.porter.empty,
             _refs=self.refs,
         )

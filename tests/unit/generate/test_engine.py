@@ -586,3 +586,11 @@ def test_limits_that_let_nothing_run_are_refused_at_once(engine):
     """The error names the argument."""
     with pytest.raises(ConfigError, match="max_batch=0 lets nothing run"):
         engine(max_batch=0)
+
+
+def test_token_ids_beyond_the_model_are_refused_before_they_reach_it(engine, run):
+    """The error names the id and what the model knows, and concerns its caller alone."""
+    one = engine()
+    with pytest.raises(ValueError, match=r"token id 64, the model knows 0 to 63"):
+        run(one.generate([1, 64, 2]))
+    assert len(run(one.generate([1, 2], Sampling(max_tokens=3))).ids) == 3

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -30,6 +30,9 @@ from zbus.trace.tracer import SPAN, get_tracer
 
 __all__ = ["Decoder"]
 
+_FATAL: Final[tuple[type[Exception], ...]] = tuple(filter(None, [getattr(torch, "AcceleratorError", None)]))
+"""What ends an accelerator for this process, such as an index out of range there: all that follows would fail, too."""
+
 _CHECK_S: Final = 0.05
 """How often a pause that waits looks whether its caller still wants it."""
 
@@ -43,13 +46,23 @@ class Decoder:
         eos: Tokens that end an answer.
         device: Where the model is.
         name: ``role/rank``, for messages.
+        on_death: Called on the thread with what ended it, before anybody is told; None: nobody but who asks hears.
 
     Attributes:
         version: Of the weights that the next token is made with.
         step_lock: Held while the model computes.
     """
 
-    def __init__(self, rows: Rows, scheduler: Scheduler, *, eos: Sequence[int], device: str, name: str) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        scheduler: Scheduler,
+        *,
+        eos: Sequence[int],
+        device: str,
+        name: str,
+        on_death: Callable[[BaseException], None] | None = None,
+    ) -> None:
         self.version = 0
         self.step_lock = threading.Lock()
         self._rows = rows
@@ -65,6 +78,8 @@ class Decoder:
         self._stepping = False
         self._quieters = 0
         self._closed = False
+        self._why = "it is being stopped"
+        self._on_death = on_death
         self._steps = 0
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._thread = threading.Thread(target=self._run, name="zbus-decode", daemon=True)
@@ -84,7 +99,7 @@ class Decoder:
         """
         with self._changed:
             if self._closed:
-                msg = f"{self._name} generates no more: it is being stopped"
+                msg = f"{self._name} generates no more: {self._why}"
                 raise RuntimeError(msg)
             for request in requests:
                 request.key = next(self._keys)
@@ -198,6 +213,9 @@ class Decoder:
                         self._stepping = False
                         self._changed.notify_all()
         except BaseException as error:
+            self._why = f"the thread that computes ended with {type(error).__name__}: {error}"
+            if self._on_death is not None:
+                self._on_death(error)
             self._end_all(error)
             raise
 
@@ -219,6 +237,8 @@ class Decoder:
                 self._prefill(rows, new, step.longest, begin)
             elif step.decode:
                 self._decode(rows, step.keys, begin)
+        except _FATAL:
+            raise
         except Exception as error:  # the model's; nobody but those whom it hits is to know  # noqa: BLE001
             self._suspect(new or rows, error)
 

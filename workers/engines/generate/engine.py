@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
+import os
 import threading
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
@@ -28,6 +30,11 @@ if TYPE_CHECKING:
     from workers.engines.generate.requests import Answers, Request
 
 __all__ = ["TorchRolloutEngine"]
+
+log = logging.getLogger("zbus.generate")
+
+_EXIT_DEAD: Final = 70
+"""Exit code of a rank that can generate no more."""
 
 
 class TorchRolloutEngine(ReceivesWeights, RolloutEngine):
@@ -128,6 +135,7 @@ class TorchRolloutEngine(ReceivesWeights, RolloutEngine):
         self.model = build_model(self._spec, dtype=self._dtype, device=self._device).eval().requires_grad_(False)  # noqa: FBT003  # its only parameter
         self.receiver = Receiver(lambda: tensors_of(self.model))
         self._max_length = self._max_length or _longest(self.model)
+        self._words = _words(self.model)
         self._chance = np.random.default_rng([self._seed, ctx.rank, ctx.start])
         self._decoder: Decoder = Decoder(
             rows_of(self.model, device=self._device, places=self._limits[1]),
@@ -135,6 +143,7 @@ class TorchRolloutEngine(ReceivesWeights, RolloutEngine):
             eos=_ends(self._eos, self.model),
             device=self._device,
             name=name,
+            on_death=self._end_process if ctx.owns_process else None,
         )
         self.step_lock = self._decoder.step_lock
         self._episodes = Episodes(name, {key: load_workflow(key, spec) for key, spec in self._declared.items()})
@@ -213,6 +222,9 @@ class TorchRolloutEngine(ReceivesWeights, RolloutEngine):
         if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu" or int(ids.min()) < 0:
             msg = f"{self._name}: a prompt is a list of token ids, at least one, not {_shown(prompt)}"
             raise ValueError(msg)
+        if self._words is not None and (most := int(ids.max())) >= self._words:
+            msg = f"{self._name}: the prompt has the token id {most}, the model knows 0 to {self._words - 1}"
+            raise ValueError(msg)
         tokens_of = ids.tolist()
         answers = Answers(len(samplings))
         chances = self._chance.integers(2**63, size=len(samplings)).tolist()
@@ -240,6 +252,12 @@ class TorchRolloutEngine(ReceivesWeights, RolloutEngine):
             )
             raise ValueError(msg)
         return limit
+
+    def _end_process(self, error: BaseException) -> None:
+        """End this rank's process, since nothing can be generated any more: others take its calls."""
+        log.critical("%s: the thread that computes has ended, and with it this rank", self._name, exc_info=error)
+        logging.shutdown()
+        os._exit(_EXIT_DEAD)
 
     # -- pausing -----------------------------------------------------------------------------------------------------
 
@@ -309,6 +327,14 @@ def _longest(model: Any) -> int | None:
         getattr(model, "config", None), "max_position_embeddings", None
     )
     return int(longest) if longest else None
+
+
+def _words(model: Any) -> int | None:
+    """Return how many token ids a model can look up, at most."""
+    if hasattr(model, "get_input_embeddings"):
+        return getattr(model.get_input_embeddings(), "num_embeddings", None)
+    # Which of them is that of tokens is not known: what is beyond the largest is beyond that one, too.
+    return max((one.num_embeddings for one in model.modules() if hasattr(one, "num_embeddings")), default=None)
 
 
 def _ends(eos: int | Sequence[int] | None, model: Any) -> tuple[int, ...]:
