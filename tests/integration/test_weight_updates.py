@@ -1,5 +1,6 @@
 """Weights from trainers to generators in real processes, and what becomes of them when something fails midway."""
 
+import asyncio
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -130,6 +131,32 @@ def test_all_ranks_have_the_trainers_weights_by_each_path(bench, path):
         assert bench.state() == dict.fromkeys(range(3), fine(7, again.digest))
         with pytest.raises(ConfigError, match="version 7 is not above 7"):
             sync.update(7)
+
+
+def test_an_update_can_be_awaited_alone_and_in_a_pause(bench):
+    """Ranks take over the weights while the caller's loop runs on, and go on after the block."""
+
+    async def story(sync):
+        ticks = []
+        ticker = asyncio.create_task(tick(ticks))
+        first = await sync.aio.update()
+        async with sync.aio.paused() as window:
+            assert window.ranks == (0, 1, 2)
+            assert all(one["paused"] for one in bench.state().values())
+            second = await window.update()
+        ticker.cancel()
+        assert ticks
+        return first.version, second
+
+    async def tick(ticks):
+        while True:
+            ticks.append(True)
+            await asyncio.sleep(0)
+
+    with bench.sync() as sync:
+        number, report = asyncio.run(story(sync))
+        assert report.version == number + 1 == sync.version
+        assert bench.state() == dict.fromkeys(range(3), fine(report.version, report.digest))
 
 
 # -- ranks that fail -------------------------------------------------------------------------------------------------
