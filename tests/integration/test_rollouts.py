@@ -230,13 +230,15 @@ def test_rollouts_are_tasks_of_the_trace(tmp_path):
 
 
 def test_a_closed_trial_ends_every_rollout(tmp_path):
-    """The trial is closed before its rollouts have ended: they are LOST, who waits is told, nothing hangs."""
+    """The trial is closed before its rollouts have ended: none is accepted, who waits is told, nothing hangs."""
     with rollouts(tmp_path, replicas=1, max_concurrent=2) as (bus, rollout):
         for _ in range(4):
             rollout.submit({"until": "/nowhere"}, "spell")
         wait_until(lambda: "2 running" in rollout._driver.standing("submit"), what="the start")
         bus.close()
-        assert {one.outcome for one in rollout.wait(4, timeout=scaled(20))} == {Outcome.LOST}
+        ended = rollout.wait(4, timeout=scaled(20))
+        # An episode that its rank ends with itself may be answered as failed there, just before the rank is lost.
+        assert Outcome.LOST in {one.outcome for one in ended} <= {Outcome.LOST, Outcome.FAILED}, ended
         with pytest.raises(RankLost, match="closed"):  # a rollout that had chosen its rank just before
             asyncio.run(rollout._driver._ranks.call(0, "once", ("x",), {}))
         with pytest.raises(NotExecuted, match="no rank of rollout acknowledged version 1"):
