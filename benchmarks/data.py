@@ -40,7 +40,10 @@ HERE = Path(__file__).resolve().parent
 SIZES = {"64kb": 1 << 16, "1mb": 1 << 20, "16mb": 1 << 24, "256mb": 1 << 28}
 REPEATS = {"64kb": 100, "1mb": 50, "16mb": 15, "256mb": 3}
 ROWS, TOKENS = 256, 4096
-PEER_WORKLOADS = (*(f"{way}_{name}" for way in ("send", "recv") for name in SIZES), "broadcast_16mb", "rl_batch")
+PEER_WORKLOADS = (
+    *(f"{way}_{name}" for way in ("send", "recv") for name in SIZES),
+    *("ref_256mb", "broadcast_16mb", "rl_batch"),
+)
 
 
 def touch(data: Any) -> int:

@@ -19,6 +19,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
 
+import ray_here
 from fault_work import step
 
 HERE: Final = Path(__file__).resolve().parent
@@ -250,21 +251,9 @@ class Ray(Peer):
     options: ClassVar[dict[str, Any]] = {}
 
     def start(self, timeout_s: float | None) -> None:
-        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-        import ray
-
+        ray = ray_here.imported()
         self.ray, self.timeout_s = ray, timeout_s
-        ray.init(
-            "local",
-            num_cpus=2,
-            include_dashboard=False,
-            _temp_dir=f"{self.directory}/ray",
-            object_store_memory=200 << 20,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _node_ip_address="127.0.0.1",
-            runtime_env={"env_vars": {"PYTHONPATH": str(HERE)}},
-        )
+        ray_here.start(ray, self.directory, 200 << 20)
 
         class Counter:
             def step(self, directory: str, number: int, seconds: float) -> int:

@@ -12,7 +12,10 @@ send arrays as they are; the others send one block of bytes (``pack``), made by 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
+import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -25,12 +28,13 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray_here
 
 HERE = Path(__file__).resolve().parent
 SIZES = {"64kb": 1 << 16, "1mb": 1 << 20, "16mb": 1 << 24, "256mb": 1 << 28}
@@ -61,6 +65,10 @@ class Service:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def need(self, module: str) -> int:
+        importlib.import_module(module)
+        return 0
 
     def take(self, array: Array) -> int:
         return touch(array)
@@ -196,6 +204,12 @@ class System:
     batch: Callable[[int], None] | None = None
     """Makes so many ordered calls of one rank as one message, with an answer for each."""
 
+    awaited: Callable[..., Awaitable[Any]] | None = None
+    """``call`` for a caller on an asyncio loop, by the system's own means."""
+
+    relay: Callable[[int], None] | None = None
+    """Has rank 0 make an array of so many bytes, and rank 1 take it from there."""
+
     # -- worker processes that this script makes -----------------------------------------------------------------
 
     def spawn(self, rank: int, workers: int) -> None:
@@ -241,26 +255,12 @@ class Ray(System):
     """Actors; arrays go through its object store."""
 
     def load(self) -> None:
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        import ray
-
-        self.ray = ray
+        self.ray = ray_here.imported()
 
     def start(self, workers: int) -> None:
         import peer_systems
 
-        self.ray.init(
-            "local",
-            num_cpus=2,
-            include_dashboard=False,
-            _temp_dir=f"{self.directory}/ray",
-            object_store_memory=3 << 30,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _node_ip_address="127.0.0.1",
-            runtime_env={"env_vars": {"PYTHONPATH": str(HERE)}},
-        )
+        ray_here.start(self.ray, self.directory, 3 << 30)
         made = self.ray.remote(peer_systems.Service).options(num_cpus=0)
         self.actors = [made.remote() for _ in range(workers)]
         self.all_answer(workers)
@@ -281,6 +281,12 @@ class Ray(System):
     def broadcast(self, array: Array, ranks: Sequence[int]) -> None:
         stored = self.ray.put(array)
         self.ray.get([self.actors[rank].take.remote(stored) for rank in ranks])
+
+    async def awaited(self, rank: int, method: str, *args: Any) -> Any:
+        return await self.submit(rank, method, *args)
+
+    def relay(self, nbytes: int) -> None:
+        self.ray.get(self.actors[1].take.remote(self.actors[0].give.remote(nbytes)))
 
 
 class Monarch(System):
@@ -322,6 +328,9 @@ class Monarch(System):
         some = self.actors if len(calls) == self.workers else self.actors.slice(gpus=slice(0, len(calls)))
         some.run.call(method, *args).get()
         return [args[0]] * len(calls)
+
+    async def awaited(self, rank: int, method: str, *args: Any) -> Any:
+        return await self.submit(rank, method, *args)
 
 
 class TorchRpc(System):
@@ -379,8 +388,19 @@ class TorchRpc(System):
     def submit(self, rank: int, method: str, *args: Any) -> Any:
         return self.rpc.rpc_async(f"w{rank}", self.run, args=(method, *args))
 
+    def relay(self, nbytes: int) -> None:
+        import peer_systems
+
+        made = self.rpc.remote("w0", self.run, args=("give", nbytes))
+        self.rpc.rpc_sync("w1", peer_systems.torch_take, args=(made,))
+
     def result(self, handle: Any, timeout_s: float | None = None) -> Any:  # it has no limit of its own
         return handle.wait()
+
+
+def torch_take(made: Any) -> int:
+    """Take an array from the worker that made it."""
+    return SERVICE.take(made.to_here().numpy())
 
 
 def torch_invoke(method: str, *args: Any) -> Any:
@@ -594,12 +614,29 @@ def times_s(step: Callable[[], Any], count: int) -> list[float]:
     return sorted(found)
 
 
+async def awaits_s(step: Callable[[], Awaitable[Any]], count: int) -> list[float]:
+    """Do as ``times_s`` with steps that are awaited."""
+    await step()
+    await step()
+    found: list[float] = []
+    ends = time.perf_counter() + MOST_S
+    while len(found) < count and (len(found) < 3 or time.perf_counter() < ends):
+        began = time.perf_counter()
+        await step()
+        found.append(time.perf_counter() - began)
+    return sorted(found)
+
+
 def small(system: System, workloads: set[str], scale: float, workers: int) -> Iterator[tuple[str, str, float]]:
     """Measure small calls."""
     if "call_sync" in workloads:
         found = times_s(lambda: system.call(0, "echo", 1), max(200, int(2000 * scale)))
         yield "call_sync", "us", statistics.median(found) * 1e6
         yield "call_sync_p99", "us", found[int(len(found) * 0.99)] * 1e6
+    if "call_async" in workloads and system.awaited is not None:
+        found = asyncio.run(awaits_s(lambda: system.awaited(0, "echo", 1), max(200, int(2000 * scale))))  # type: ignore[misc]  # checked
+        yield "call_async", "us", statistics.median(found) * 1e6
+        yield "call_async_p99", "us", found[int(len(found) * 0.99)] * 1e6
     for count in (1, 8):
         if f"pipeline_{count}" in workloads:
             ranks = range(count)
@@ -640,6 +677,9 @@ def bulk(system: System, workloads: set[str]) -> Iterator[tuple[str, str, float]
                 touch(found)
 
             yield f"recv_{name}", "GB/s", size / statistics.median(times_s(receive, count)) / 1e9
+    if "ref_256mb" in workloads and system.relay is not None:
+        relay, size = system.relay, SIZES["256mb"]
+        yield "ref_256mb", "GB/s", size / statistics.median(times_s(lambda: relay(size), 5)) / 1e9
     if "broadcast_16mb" in workloads:
         array = np.ones(SIZES["16mb"], np.uint8)
         yield "broadcast_16mb", "ms", statistics.median(times_s(lambda: system.broadcast(array, range(4)), 20)) * 1e3
@@ -694,6 +734,9 @@ def measure(name: str, workloads: set[str], scale: float) -> Iterator[tuple[str,
         system.start(workers)
         if f"startup_{workers}" in workloads:
             yield f"startup_{workers}", "s", time.perf_counter() - began
+        if "startup_torch_4" in workloads and importlib.util.find_spec("torch"):
+            system.gather([(rank, "need", ("torch",)) for rank in range(workers)])
+            yield "startup_torch_4", "s", time.perf_counter() - began
         if "rss_worker_idle" in workloads:
             yield "rss_worker_idle", "MB", resident_mb(system.call(0, "pid"))
         yield from small(system, workloads, scale, workers)

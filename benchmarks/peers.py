@@ -21,8 +21,8 @@ from rounds import HERE, Figures
 __all__ = ["PACKAGES", "Rivals", "add_options"]
 
 PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "ray": ("ray", ("ray",)),
-    "monarch": ("monarch", ("torchmonarch",)),
+    "ray": ("ray", ("ray", "torch")),
+    "monarch": ("monarch", ("torchmonarch", "torch")),
     "torch-rpc": ("torch", ("torch",)),
     "grpc": ("grpc", ("grpcio",)),
     "pyro5": ("Pyro5", ("Pyro5", "msgpack")),

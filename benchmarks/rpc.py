@@ -35,7 +35,7 @@ from rounds import Figures, parser, printer, wanted
 HERE = Path(__file__).resolve().parent
 IN_FLIGHT = 128
 PEER_WORKLOADS = (
-    *("call_sync", "call_sync_p99", "pipeline_1", "pipeline_8", "batch_64"),
+    *("call_sync", "call_sync_p99", "call_async", "call_async_p99", "pipeline_1", "pipeline_8", "batch_64"),
     *("fanout_1", "fanout_4", "fanout_8", "fanout_16"),
 )
 

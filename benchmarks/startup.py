@@ -16,7 +16,8 @@ run's own, for all but the rivals.
 ``startup_numpy_4``, ``startup_numpy_16``
     The same with workers that import numpy, as nearly every engine does; the role preloads it.
 ``startup_torch_4``
-    The same with torch. ``raw`` imports it in each process (the limit of 0.5 is for the ratio to that).
+    The same with torch, beside rivals whose environment has it. ``raw`` imports it in each process (the limit of 0.5 is
+    for the ratio to that).
 ``rss_worker_idle``, ``rss_agent``
     Resident megabytes of a worker that has answered a call, and of its agent (``zbus``); of the same that is not shared
     with another process (``zbus-own``). ``raw`` is the echo, the limit a bare interpreter.
@@ -315,7 +316,7 @@ def main() -> None:
                 memory_round(figures, directory)
             if asked("kill_to_error"):
                 kill_round(figures, directory)
-            for workload in ("startup_16", "startup_4"):  # each in processes of its own
+            for workload in ("startup_16", "startup_torch_4", "startup_4"):  # each in processes of its own
                 rest = ("rss_worker_idle", "kill_to_error") if workload == "startup_4" else ()
                 rivals.measure(figures, (workload, *rest), asked)
     figures.finish()
