@@ -21,8 +21,8 @@ from rounds import HERE, Figures
 __all__ = ["PACKAGES", "Rivals", "add_options"]
 
 PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "ray": ("ray", ("ray", "torch")),
-    "monarch": ("monarch", ("torchmonarch", "torch")),
+    "ray": ("ray", ("ray",)),
+    "monarch": ("monarch", ("torchmonarch",)),
     "torch-rpc": ("torch", ("torch",)),
     "grpc": ("grpc", ("grpcio",)),
     "pyro5": ("Pyro5", ("Pyro5", "msgpack")),
@@ -78,8 +78,8 @@ class Rivals:
                 if wanted(workload):
                     raw, limit = figures.bases.get(workload, (None, None))
                     figures.add(workload, name, unit, float("inf") if value is None else value, raw, limit)
-            if not lines:
-                self._skip(name, why or "it has a way for none of these workloads")
+            if not lines and why:
+                self._skip(name, why)
                 del self.pythons[name]
             elif why:
                 print(f"{name}: stopped after {lines[-1][0]}: {why}", file=sys.stderr)
