@@ -33,11 +33,11 @@ TRIAL = """
 import sys
 from controller import Controller, Role
 from zbus.build import build
-import zbus.transport.client
+import zbus.transport.reactor
 
 def main():
     with Controller.launch("compiled", {"told": Role("told:Told")}, root=sys.argv[1]) as bus:
-        print(build(), zbus.transport.client.__file__, *bus.group("told")[0].build())
+        print(build(), zbus.transport.reactor.__file__, *bus.group("told")[0].build())
 
 if __name__ == "__main__":
     main()
@@ -91,9 +91,9 @@ def test_controller_and_workers_both_run_compiled(compiled: Path, tmp_path: Path
         timeout=scaled(120),
     )
     assert said.returncode == 0, said.stderr
-    here, client, there, server = said.stdout.split()
+    here, reactor, there, server = said.stdout.split()
     assert (here, there) == ("compiled", "compiled")
-    assert client.endswith(".so")
+    assert reactor.endswith(".so")
     assert server.endswith(".so")
 
 
