@@ -50,8 +50,8 @@ def test_a_connection_that_is_cut_again_and_again_costs_only_what_was_on_its_way
     assert pulling.wait(scaled(60))
     pulling.check()
     assert into == data
-    assert slow.hits > 20
-    assert owner.statistics()["bulk_given_bytes"] <= SIZE + 6 * (5 << 20)
+    assert slow.hits > 10, "pieces went one by one"
+    assert owner.statistics()["bulk_given_bytes"] <= SIZE + 6 * (10 << 20)
 
 
 def test_lost_doubled_and_late_messages_leave_the_bytes_as_they_are(pair):

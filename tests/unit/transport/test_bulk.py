@@ -5,6 +5,7 @@ import itertools
 import os
 import random
 import resource
+import socket
 import threading
 from pathlib import Path
 
@@ -118,10 +119,10 @@ def test_what_is_withdrawn_or_never_was_is_refused_with_the_owners_word(bulks):
 
 def test_an_owner_that_is_not_there_ends_a_pull(bulks):
     """Nobody at the address, or no address that this host could reach: an error in bounded time."""
-    owner, asker = bulks(), bulks(patience=QUICK)
-    endpoint = owner.bind("tcp://127.0.0.1:0")
-    owner.close()
-    with pytest.raises(PullFailed) as caught:
+    asker = bulks(patience=QUICK)
+    with socket.socket() as deaf, pytest.raises(PullFailed) as caught:
+        deaf.bind(("127.0.0.1", 0))  # holds the port, so that no other test's owner gets it
+        endpoint = f"tcp://127.0.0.1:{deaf.getsockname()[1]}"
         asker.fetch([endpoint], KEY, [whole(b"x")], [memoryview(bytearray(1))])
     assert caught.value.how is Ending.ABSENT
     with pytest.raises(TransportError, match="no way to the owner"):

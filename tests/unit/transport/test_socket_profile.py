@@ -1,7 +1,6 @@
 """Every option is proved by what the socket does: several read back right and do nothing when set too late."""
 
 import contextlib
-import dataclasses
 import resource
 import socket as stdlib
 import struct
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from msgspec import structs
 
 from waiting import scaled, wait_until, within
 from zbus.transport import profile
@@ -97,7 +97,7 @@ def test_a_header_that_claims_a_terabyte_cuts_that_peer_only(factory, purpose):
 
 def test_a_frame_of_the_size_limit_passes_and_a_larger_one_cuts(factory, monkeypatch):
     """The limit is per frame and in force on a DEALER too, which then reconnects by itself."""
-    monkeypatch.setitem(PROFILES, "ctl", dataclasses.replace(PROFILES["ctl"], max_frame=1_000))
+    monkeypatch.setitem(PROFILES, "ctl", structs.replace(PROFILES["ctl"], max_frame=1_000))
     router, dealer = factory.router("ctl"), factory.dealer("ctl")
     connect(factory, router, dealer)
     monitor = factory.monitor(router)
@@ -124,7 +124,7 @@ def test_a_tcp_peer_that_says_nothing_is_cut(factory, monkeypatch):
 
 def test_a_peer_that_stops_answering_pings_is_cut(factory, monkeypatch):
     """HEARTBEAT_IVL and HEARTBEAT_TIMEOUT: a host that vanished is noticed without any message."""
-    quick = dataclasses.replace(PROFILES["ctl"], heartbeat_every=100, heartbeat_timeout=300)
+    quick = structs.replace(PROFILES["ctl"], heartbeat_every=100, heartbeat_timeout=300)
     monkeypatch.setitem(PROFILES, "ctl", quick)
     router = factory.router("ctl")
     deaf = RawPeer(factory.bind(router, "tcp://127.0.0.1:0"), handshake=b"DEALER")
@@ -320,7 +320,7 @@ def test_garbage_on_a_port_does_not_disturb_others(factory):
 
 def test_a_peer_at_its_high_water_mark_blocks_nobody(factory, monkeypatch):
     """Z7: a full peer is False at once, also after it vanished; the others are served."""
-    monkeypatch.setitem(PROFILES, "main", dataclasses.replace(PROFILES["main"], high_water=10))
+    monkeypatch.setitem(PROFILES, "main", structs.replace(PROFILES["main"], high_water=10))
     router, full, other = factory.router("main"), factory.dealer("main"), factory.dealer("main")
     endpoint = factory.bind(router, "tcp://127.0.0.1:0")
     receiver = Receiver(router)

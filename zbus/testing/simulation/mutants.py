@@ -288,7 +288,7 @@ def not_executed_of_sent_calls(patch: Patch) -> None:
         return [Finish(e.lane, e.seq, outcome) if type(e) is Finish else e for e in effects]
 
 
-@mutant("I5")
+@mutant("I1", "I5")
 def a_gap_is_proof(patch: Patch) -> None:
     """A gap that the callee reports is taken as proof that a later place never arrived."""
 
@@ -535,7 +535,7 @@ def go_after_the_deadline(patch: Patch) -> None:
         return original(self, now)
 
 
-@mutant("P4")
+@mutant("I1", "P4")
 def a_poised_request_expires(patch: Patch) -> None:
     """A worker drops by itself what it told its caller it would hold."""
 
