@@ -79,7 +79,7 @@ def drive(run: Any) -> dict[str, Any]:
             taken.append(books(run.bus))
             return before[0] if before else super().examine()
 
-        def keep(self, *, now: bool = False) -> None:
+        def keep(self, *, anew: bool = False) -> None:
             """Write no dumps, which are none of a step."""
 
     grpo.Job = Job

@@ -113,6 +113,7 @@ RUNS = [
     ("startup.py", ["--only", "kill_to_error,rss_"], {("kill_to_error", "zbus"), ("rss_agent", "zbus")}),
     ("scale.py", ["--sizes", "16,48"], {("join_48", "zbus"), ("fanout_48", "raw")}),
     ("rpc.py", ["--scale", "0.05", "--only", "call_sync"], {("call_sync", "zbus"), ("call_sync", "raw")}),
+    ("rl.py", ["--steps", "4", "--only", "grpo_steps"], {("grpo_steps", "sync"), ("grpo_steps", "async")}),
 ]
 
 
