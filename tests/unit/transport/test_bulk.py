@@ -120,10 +120,11 @@ def test_what_is_withdrawn_or_never_was_is_refused_with_the_owners_word(bulks):
 def test_an_owner_that_is_not_there_ends_a_pull(bulks):
     """Nobody at the address, or no address that this host could reach: an error in bounded time."""
     asker = bulks(patience=QUICK)
-    with socket.socket() as deaf, pytest.raises(PullFailed) as caught:
+    with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))  # holds the port, so that no other test's owner gets it
         endpoint = f"tcp://127.0.0.1:{deaf.getsockname()[1]}"
-        asker.fetch([endpoint], KEY, [whole(b"x")], [memoryview(bytearray(1))])
+        with pytest.raises(PullFailed) as caught:
+            asker.fetch([endpoint], KEY, [whole(b"x")], [memoryview(bytearray(1))])
     assert caught.value.how is Ending.ABSENT
     with pytest.raises(TransportError, match="no way to the owner"):
         asker.fetch(["ipc:///nowhere/data"], KEY, [whole(b"x")], [memoryview(bytearray(1))])
