@@ -6,6 +6,7 @@ beside what only the ranks need.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections.abc import Sequence
@@ -16,13 +17,18 @@ if TYPE_CHECKING:
 
 
 def _fork_template(arguments: Sequence[str]) -> Template | None:
-    """Fork the template of ``start``; None for other commands, and where ranks are to be started without."""
+    """Fork the template of ``start``; None for other commands, where ranks are to be started without, and on failure.
+
+    What is lacking then is the agent's to say, which tries again.
+    """
     if arguments[:1] != ["start"] or "--no-template" in arguments:
         return None
     gc.disable()  # until the command has imported the rest: its modules stay anyway
     from workers.template import Template
 
-    return Template.fork()
+    with contextlib.suppress(OSError):
+        return Template.fork()
+    return None
 
 
 if __name__ == "__main__":

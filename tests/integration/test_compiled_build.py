@@ -59,16 +59,16 @@ def _environment(**more: str) -> dict[str, str]:
 
 @pytest.mark.ci
 @pytest.mark.timeout(scaled(900))
-def test_the_compiled_build_passes_what_the_interpreted_one_does(compiled: Path, tmp_path: Path) -> None:
+def test_the_compiled_build_passes_what_the_interpreted_one_does(compiled: Path, short_dir: Path) -> None:
     """Calls, batches, errors, cancels and killed workers of real trials, and the machines behind them."""
-    for name in ("tests", "examples", "docs"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "_build"))
+    for name in ("tests", "examples", "docs"):  # to a short path: lines of errors are wrapped with the files' in them
+        shutil.copytree(ROOT / name, short_dir / name, ignore=shutil.ignore_patterns("__pycache__", "_build"))
     for name in ("pyproject.toml", "setup.cfg"):
-        shutil.copy(ROOT / name, tmp_path)
+        shutil.copy(ROOT / name, short_dir)
     chosen = [f"tests/{name}" for name in (*WHOLE, *PARTS)]
     done = subprocess.run(
         [compiled, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", "not ci", "-k", REACH_IN, *chosen],
-        cwd=tmp_path,
+        cwd=short_dir,
         env=_environment(),
         capture_output=True,
         text=True,
