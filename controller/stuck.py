@@ -47,6 +47,8 @@ def answer_of(bus: Controller, group: Group, future: BatchFuture[T], patience_s:
     if group.placer.wait(future.done, patience_s):
         return future.result()
     stuck = [one.rank for one in future.outcomes() if one.outcome is None]
+    if not stuck:  # the last one answered at this moment
+        return future.result()
     told = _replaced(bus, group, stuck, patience_s)
     try:
         return future.result()

@@ -26,6 +26,7 @@ from zbus.rl.train_engine import TrainEngine
 
 if TYPE_CHECKING:
     from controller.controller import Controller
+    from controller.futures import BatchFuture
 
 __all__ = ["DistributedTrainController", "TrainController"]
 
@@ -372,10 +373,11 @@ class TrainController:
             raise ConfigError(msg, hint="save to a directory of its own, and remove old ones yourself")
         target.parent.mkdir(parents=True, exist_ok=True)
         temp = target.with_name(f".{target.name}.{os.getpid()}.{time.monotonic_ns()}.tmp")
-        temp.mkdir()
         whole = temp / target.name  # a rank that is late finds nothing to write it in, once this call has failed
-        future = self.group.save.options(deadline=deadline).start((str(whole), kind), {})
+        future: BatchFuture[Any] | None = None
         try:
+            temp.mkdir()
+            future = self.group.save.options(deadline=deadline).start((str(whole), kind), {})
             answer_of(self.bus, self.group, future, self._patience_s)
             for file in [*whole.rglob("*"), whole]:
                 sync_to_disk(file)
@@ -383,7 +385,7 @@ class TrainController:
             temp.rmdir()
         except BaseException:
             shutil.rmtree(temp, ignore_errors=True)
-            if not future.done():  # one that was writing meanwhile leaves more
+            if future is not None and not future.done():  # one that was writing meanwhile leaves more
                 future.when_done(lambda: shutil.rmtree(temp, ignore_errors=True))
             raise
         sync_to_disk(target.parent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -39,6 +39,10 @@ class Turns:
             return await asyncio.get_running_loop().run_in_executor(self._threads, begin)
 
         return awaited
+
+    def begin(self, operation: Callable[[], T], context: contextvars.Context) -> Future[T]:
+        """Have ``operation`` run in its turn, in ``context``. What is told of its end runs before the next one."""
+        return self._threads.submit(context.run, operation)
 
     def later(self, operation: Callable[[], object]) -> None:
         """Have ``operation`` run on the thread after what was begun before; nobody awaits it."""

@@ -42,7 +42,7 @@ class AsyncWeights:
         self._inside = Turns(f"{name}-inside")  # a block that stands is left while the next waits on the other thread
         self.update = self._turns.twin(sync.update)
         self.refresh = self._turns.twin(sync.refresh)
-        self.stale = self._turns.twin(sync.stale)
+        self.stale = Turns(f"{name}-looking").twin(sync.stale)  # it answers while an update runs or waits
         self.close = self._turns.twin(sync.close)
 
     @asynccontextmanager
@@ -56,10 +56,14 @@ class AsyncWeights:
             if entered:
                 context.run(block.__exit__, None, None, None)
 
+        begun = self._turns.begin(lambda: entered.append(block.__enter__()), context)
         try:
-            await self._turns.twin(lambda: entered.append(block.__enter__()), context)()
+            await asyncio.wrap_future(begun)
         except asyncio.CancelledError:
-            self._turns.later(undo)
+            if begun.done():
+                self._inside.later(undo)
+            else:  # before what waits for its turn there: that would wait for this block's end
+                begun.add_done_callback(lambda _: undo())
             raise
         leave = self._inside.twin(block.__exit__, context)
         try:

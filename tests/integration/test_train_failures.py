@@ -11,7 +11,7 @@ from controller.train import TrainController  # noqa: E402  # after torch is kno
 from launching import HERE, launch  # noqa: E402
 from train_kit import batch, role  # noqa: E402
 from waiting import scaled, wait_until  # noqa: E402
-from zbus.errors import BatchError  # noqa: E402
+from zbus.errors import BatchError, ConfigError  # noqa: E402
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(scaled(120))]
 
@@ -76,6 +76,9 @@ def test_a_rank_that_writes_after_its_save_has_failed_leaves_nothing(tmp_path):
     late = Role("late_saver:LateSaver", replicas=2, sys_path=[str(HERE)])
     with launch(tmp_path, {"actor": late}) as bus:
         train = TrainController(bus, patience=None)
+        with pytest.raises(ConfigError, match="deadline"):
+            train.save(folder / "one", deadline="soon")
+        assert list(folder.iterdir()) == [], "nor does a save that cannot be asked for"
         with pytest.raises(BatchError, match="no room here") as caught:
             train.save(folder / "one")
         assert list(caught.value.late) == [1]

@@ -71,20 +71,27 @@ class Sync:
 
     def __init__(self) -> None:
         self.asked, self.gate, self.standing = threading.Event(), threading.Event(), []
+        self.turn = threading.Lock()
 
-    def update(self): ...
+    def update(self):
+        with self.paused():
+            return "updated"
 
-    refresh = stale = close = update
+    refresh = close = update
+
+    def stale(self):
+        return {1: "late"}
 
     @contextmanager
     def paused(self):
-        self.asked.set()
-        assert self.gate.wait(scaled(20))
-        self.standing.append(True)
-        try:
-            yield SimpleNamespace(ranks=(0, 1), update=lambda version=None: ("updated", version))
-        finally:
-            self.standing.append(False)
+        with self.turn:
+            self.asked.set()
+            assert self.gate.wait(scaled(20))
+            self.standing.append(True)
+            try:
+                yield SimpleNamespace(ranks=(0, 1), update=lambda version=None: ("updated", version))
+            finally:
+                self.standing.append(False)
 
 
 def test_generation_goes_on_after_a_block_however_it_ends():
@@ -123,3 +130,42 @@ def test_generation_goes_on_after_a_block_however_it_ends():
     sync.asked.clear()
     asyncio.run(by_cancel())
     wait_until(lambda: sync.standing == [True, False], what="generation to go on")
+
+
+def test_a_block_given_up_while_it_is_asked_for_holds_up_no_update():
+    """Generation goes on before the update that waits for its turn begins."""
+    sync = Sync()
+    aio = AsyncWeights(sync, "zbus-test")
+
+    async def block():
+        async with aio.paused():
+            pytest.fail("it was cancelled")
+
+    async def main():
+        given_up = asyncio.create_task(block())
+        await asyncio.to_thread(sync.asked.wait, scaled(20))
+        update = asyncio.create_task(aio.update())
+        await asyncio.sleep(0)  # it is queued in its first step
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        sync.gate.set()
+        return await asyncio.wait_for(update, scaled(20))
+
+    assert asyncio.run(main()) == "updated"
+    assert sync.standing == [True, False, True, False]
+
+
+def test_who_is_stale_is_told_while_an_update_waits():
+    """Asked inside a block, it does not wait behind an update that waits for the block."""
+    sync = Sync()
+    sync.gate.set()
+    aio = AsyncWeights(sync, "zbus-test")
+
+    async def main():
+        async with aio.paused():
+            update = asyncio.create_task(aio.update())
+            await asyncio.sleep(0)
+            told = await asyncio.wait_for(aio.stale(), scaled(20))
+        return told, await update
+
+    assert asyncio.run(main()) == ({1: "late"}, "updated")
