@@ -169,7 +169,8 @@ def test_asynchronous_batches_stay_within_staleness(shared):
         assert stats["rollout/stale"] == stats["rollout/failed"] == 0
         assert len(set(seen)) == len(seen) == 80
         assert max(seen) < 80 + (2 + 2) * 4
-        assert stats["episodes"] >= stats["rollout/accepted"] >= 80
+        assert stats["episodes"] >= 80
+        assert stats["rollout/accepted"] >= 80, "counted a moment after the ranks were asked: may be more than episodes"
 
 
 def test_a_pause_of_generation_freezes_answers_between_two_tokens(shared):
