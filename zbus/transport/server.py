@@ -354,6 +354,7 @@ class Server:
         # The main thread may append meanwhile, without the lock: what it adds is sent the next time.
         held = self._held
         if held is not None and held.bodies:
+            self._send_joined()  # they ended before what is held: nothing of a batch leaves before them
             if self._lease is not None and now - self._heard_ns >= self._contact_ns:
                 self._hold_off(now)
             request, bodies = held.request, [held.bodies.popleft() for _ in range(len(held.bodies))]

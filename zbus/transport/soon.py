@@ -109,8 +109,8 @@ class Soon:
             return
         client = self._client
         lane.pile = []
-        self._piled.pop(id(lane), None)
         if not client.takes(lane.link.peer):
+            self._piled.pop(id(lane), None)
             for _, _, awaited in pile:
                 if client.closed:
                     awaited.ended(_CLOSED)
@@ -122,6 +122,7 @@ class Soon:
         lane.waiters.soon.update(enumerate(waiting, first))
         for seq, awaited in enumerate(waiting, first):
             awaited.placed(seq)
+        self._piled.pop(id(lane), None)  # not before: ``send_all`` waits for the lock as long as it stands there
         client.execute(lane, effects, placing=True)
         client.reactor.note_due(lane.machine.due_ns)
 

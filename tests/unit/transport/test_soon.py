@@ -176,3 +176,31 @@ def test_calls_that_are_out_for_long_are_found(client: Client, peer: Peer) -> No
     calls = place(client, peer, 3)
     assert client.soon.older_than(0) == calls
     assert client.soon.older_than(3_600_000_000_000) == []
+
+
+def test_who_asks_for_all_to_be_sent_while_a_pile_is_sent_waits_until_its_calls_have_places(
+    client: Client, peer: Peer
+) -> None:
+    """Else a cancel on another thread would find no place to cancel, and be lost."""
+
+    class Asking(Call):
+        waited = False
+
+        def placed(self, seq: int) -> None:
+            super().placed(seq)
+            asking.start()
+            asking.join(0.1)
+            self.waited = asking.is_alive()
+
+    asking = threading.Thread(target=client.soon.send_all)
+    calls: list[Call] = [Call() for _ in range(BUSY)]
+    for call in calls:
+        assert client.soon.place(peer, "main", encode(1), None, call)
+    last = Asking()
+    with client.reactor.lock:  # so that nobody sends the pile before it is asked for
+        assert client.soon.place(peer, "main", encode(2), None, last)
+        assert last.seq < 0
+        client.soon.send(peer.lanes["main"])
+    asking.join(scaled(10))
+    assert not asking.is_alive()
+    assert last.waited
