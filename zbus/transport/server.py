@@ -68,6 +68,7 @@ _MEMORIES: Final = 64
 """Sessions come and go (each look at the status is one): beyond so many, those that are over are forgotten."""
 
 _NEVER: Final = 1 << 62
+_JOINED: Final = int(Status.JOINED)
 _ABOUT_SESSIONS: Final = frozenset(map(int, (Kind.HELLO, Kind.PING, Kind.PONG, Kind.BYE)))
 _ASK_EVERY_NS: Final = 500_000_000
 _SETTLE_NS: Final = 50_000_000
@@ -568,7 +569,7 @@ class Server:
         if kind not in _ABOUT_SESSIONS:
             self._link_of_lane[header.lane] = link
             self._do(self.callee.receive(header, buffers, peer, now))
-            if header.budget_ms and self.callee.may_queue:
+            if (header.budget_ms or header.status == _JOINED) and self.callee.may_queue:  # those have one each
                 self._bus.note_due(now + _EXPIRE_EVERY_NS)
         elif kind == Kind.HELLO:
             self._on_hello(link, header, buffers, peer, now)

@@ -57,6 +57,11 @@ class Worker:
     def run(self, request: Execute) -> None:
         self.go.wait(scaled(30))
         self.ran.append(request.seq)
+        if request.calls > 1:
+            held = self.server.hold(request, lambda *_: None)
+            held.extend(bytes(encode(number)[0]) for number in range(request.calls))
+            self.server.flush(over=True)
+            return
         self.server.finish(request, 0, Kind.RESULT, Status.OK, encode(request.seq))
 
     def close(self) -> None:
@@ -204,3 +209,52 @@ def test_who_asks_for_all_to_be_sent_while_a_pile_is_sent_waits_until_its_calls_
     asking.join(scaled(10))
     assert not asking.is_alive()
     assert last.waited
+
+
+def test_calls_that_came_together_expire_in_the_queue_though_their_caller_is_silent(
+    client: Client, peer: Peer, worker: Worker
+) -> None:
+    """Their worker watches the deadline of each, as of calls that came alone."""
+    place(client, peer, BUSY)
+    with client.reactor.lock:  # so the caller can ask for nothing
+        for _ in range(3):
+            assert client.soon.place(peer, "main", encode(0), 0.05, Call())
+        client.soon.send_all()
+        wait_until(lambda: arrived(client, worker) == BUSY + 4, what="all to arrive")
+        wait_until(lambda: queued(worker) == BUSY - 1, what="three to expire")
+
+
+def arrived(client: Client, worker: Worker) -> int:
+    """Return how many calls have come, the one of the fixture among them."""
+    with worker.server.lock:
+        return worker.server.callee.lane_cursors(client.session)["main"]
+
+
+def queued(worker: Worker) -> int:
+    """Return how many calls wait behind the one that runs."""
+    with worker.server.lock:
+        return worker.server.callee.queued
+
+
+def test_results_that_wait_for_each_other_leave_before_those_of_a_batch_behind_them(
+    client: Client, peer: Peer, worker: Worker
+) -> None:
+    """Batches that keep coming would hold them up as long as they come."""
+    heard: list[str] = []
+
+    class Noting(Call):
+        def came(self, body: bytes, attempts: int) -> None:
+            super().came(body, attempts)
+            heard.append("call")
+
+    calls = [Noting() for _ in range(BUSY + 2)]
+    with client.reactor.lock:  # so the last two leave together
+        for call in calls:
+            assert client.soon.place(peer, "main", encode(0), None, call)
+        client.soon.send_all()
+    batch = [encode([1, 1])]
+    client.place([peer], "main", batch, 2, deadline_s=None, sink=lambda *_: heard.append("batch"))
+    wait_until(lambda: arrived(client, worker) == BUSY + 5, what="all to arrive")
+    worker.go.set()
+    assert client.wait(lambda: len(heard) == BUSY + 4, scaled(10))
+    assert heard == ["call"] * len(calls) + ["batch"] * 2
