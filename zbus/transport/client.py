@@ -596,7 +596,7 @@ class Client:
             try:
                 self._tell(lane, effect)
             except Exception as error:  # noqa: BLE001  # see above
-                self._not_heard(lane, error)
+                self.not_heard(lane, error)
             if lane.wanted:
                 self._make_room(lane)
 
@@ -620,9 +620,10 @@ class Client:
                 try:
                     watcher()
                 except Exception as error:  # noqa: BLE001  # as in ``execute``
-                    self._not_heard(lane, error)
+                    self.not_heard(lane, error)
 
-    def _not_heard(self, lane: PeerLane, error: Exception) -> None:
+    def not_heard(self, lane: PeerLane, error: Exception) -> None:
+        """Log and count what raised when it was told of a lane. Under the lock."""
         self.count("failed_listeners")
         where = (lane.machine.lane, lane.link.peer.name)
         log.error("what takes the outcomes of lane %s of %s raised", *where, exc_info=error)

@@ -58,8 +58,9 @@ _FLUSH_S: Final = 0.02
 
 _JOIN_NS: Final = 1_000_000
 _JOIN_CALLS: Final = 16
-"""The result of a call behind which others stand waits for theirs at most so long, and for at most so many: a worker
-that dies takes along no more of them than a group may run once more at once (``zbus.retry.TokenBucket``)."""
+"""The result of a call behind which others stand leaves with theirs when one ends so much later, or with so many: a
+worker that dies takes along no more of them than a group may run once more at once (``zbus.retry.TokenBucket``).
+Behind a call that turns out to be long the bus thread sends it, which needs the GIL for that."""
 
 _AWAKE_S: Final = 0.1
 _SLEEP_S: Final = 30.0

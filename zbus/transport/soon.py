@@ -112,10 +112,13 @@ class Soon:
         if not client.takes(lane.link.peer):
             self._piled.pop(id(lane), None)
             for _, _, awaited in pile:
-                if client.closed:
-                    awaited.ended(_CLOSED)
-                else:
-                    awaited.unplaced()
+                try:
+                    if client.closed:
+                        awaited.ended(_CLOSED)
+                    else:
+                        awaited.unplaced()
+                except Exception as error:  # noqa: BLE001  # as in ``Client.execute``: it costs nobody else theirs
+                    client.not_heard(lane, error)
             return
         payloads, deadlines, waiting = zip(*pile, strict=True)
         first, effects = lane.machine.place_joined(payloads, deadlines, self._now())

@@ -258,3 +258,22 @@ def test_results_that_wait_for_each_other_leave_before_those_of_a_batch_behind_t
     worker.go.set()
     assert client.wait(lambda: len(heard) == BUSY + 4, scaled(10))
     assert heard == ["call"] * len(calls) + ["batch"] * 2
+
+
+def test_one_that_raises_when_its_call_is_not_placed_costs_no_other_its_word(client: Client, peer: Peer) -> None:
+    """Each of a pile is told, whatever another does; what raised is counted."""
+
+    class Raising(Call):
+        def unplaced(self) -> None:
+            msg = "no thread can be started"
+            raise RuntimeError(msg)
+
+    place(client, peer, BUSY)
+    pile = [Call(), Raising(), Call()]
+    with client.reactor.lock:  # so that nobody sends them before the worker is lost
+        for call in pile:
+            assert client.soon.place(peer, "main", encode(0), None, call)
+        peer.state = PeerState.SUSPECT
+        client.soon.send(peer.lanes["main"])
+    assert [call.told for call in pile] == [["unplaced"], [], ["unplaced"]]
+    assert client.statistics()["failed_listeners"] == 1
