@@ -25,7 +25,7 @@ from zbus.config import Config, TrialDir
 from zbus.errors import ConfigError, StartupError
 from zbus.ids import WorkerName
 from zbus.registry.file import FileRegistry
-from zbus.registry.records import JobRecord, Records
+from zbus.registry.records import Records
 from zbus.trace import control
 
 if TYPE_CHECKING:
@@ -35,14 +35,7 @@ __all__ = ["Controller", "Role"]
 
 log = logging.getLogger("zbus.controller")
 
-_STOP_ACK_S: Final = 2.0
 _GUEST_S: Final = 5.0
-_RESTART_S: Final = 120.0
-_PREDECESSORS_S: Final = 15.0
-_LOOK_S: Final = 0.02
-
-Entry = tuple[JobRecord, Sequence[Any], Mapping[str, Any]]
-"""A role's job with the engine's arguments."""
 
 
 class Controller:

@@ -43,7 +43,3 @@ class Turns:
     def begin(self, operation: Callable[[], T], context: contextvars.Context) -> Future[T]:
         """Have ``operation`` run in its turn, in ``context``. What is told of its end runs before the next one."""
         return self._threads.submit(context.run, operation)
-
-    def later(self, operation: Callable[[], object]) -> None:
-        """Have ``operation`` run on the thread after what was begun before; nobody awaits it."""
-        self._threads.submit(operation)

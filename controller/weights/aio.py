@@ -54,16 +54,16 @@ class AsyncWeights:
 
         def undo() -> None:
             if entered:
-                context.run(block.__exit__, None, None, None)
+                block.__exit__(None, None, None)
 
         begun = self._turns.begin(lambda: entered.append(block.__enter__()), context)
         try:
             await asyncio.wrap_future(begun)
         except asyncio.CancelledError:
             if begun.done():
-                self._inside.later(undo)
+                self._inside.begin(undo, context)
             else:  # before what waits for its turn there: that would wait for this block's end
-                begun.add_done_callback(lambda _: undo())
+                begun.add_done_callback(lambda _: context.run(undo))
             raise
         leave = self._inside.twin(block.__exit__, context)
         try:

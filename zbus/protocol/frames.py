@@ -36,14 +36,16 @@ refused as a whole. An inline body spares a small call one frame each way, about
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final, TypeVar
 
 import msgpack
 import msgspec
 from msgspec import Meta
 
 from zbus.protocol.messages import PROTOCOL_VERSION, Buffer, Buffers, Header, Kind
+
+T = TypeVar("T")
 
 __all__ = [
     "INLINE_BYTES",
@@ -152,13 +154,7 @@ def split_bodies(buffers: Buffers) -> list[bytes]:
     Raises:
         FrameError: It is no such body.
     """
-    try:
-        if len(buffers) == 1:
-            return _read_bodies(buffers[0])
-    except msgspec.DecodeError:
-        pass
-    reason = "bodies"
-    raise FrameError(reason)
+    return _read_joined(_read_bodies, buffers, "bodies")
 
 
 def join_requests(requests: Sequence[tuple[int, Buffer]]) -> bytes:
@@ -172,12 +168,16 @@ def split_requests(buffers: Buffers) -> list[tuple[int, bytes]]:
     Raises:
         FrameError: It is no such body.
     """
+    return _read_joined(_read_requests, buffers, "requests")
+
+
+def _read_joined(read: Callable[[Buffer], T], buffers: Buffers, reason: str) -> T:
+    """Return what one frame holds; refuse anything else with ``reason``."""
     try:
         if len(buffers) == 1:
-            return _read_requests(buffers[0])
+            return read(buffers[0])
     except msgspec.DecodeError:
         pass
-    reason = "requests"
     raise FrameError(reason)
 
 
